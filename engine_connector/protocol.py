@@ -1,0 +1,192 @@
+"""The connector's contract, in vLLM's verbs (vllm/distributed/kv_transfer/kv_connector/v1/base.py), so that one pair of
+implementations serves the included engine and vLLM.
+
+An engine has two sides. The scheduler decides which tokens are computed in a step; the worker owns the pages. They share
+nothing but two values that travel once a step: `ConnectorMetadata` (scheduler to worker) and `WorkerOutput` (back).
+One step, in order:
+
+    scheduler   get_num_new_matched_tokens -> (allocate) -> update_state_after_alloc -> build_connector_meta
+    worker      handle_preemptions(meta) -> start_load(meta) -> forward -> start_save(meta) -> get_output()
+    scheduler   update_connector_output(output) -> request_finished for the requests that ended
+
+What an engine may rely on:
+
+- Loads and saves are asynchronous: no verb waits for a block to move, except handle_preemptions.
+- Every load accepted in update_state_after_alloc is reported in exactly one WorkerOutput, as finished_loading, whether it
+  succeeded or not, within `load_deadline_s`. Failed blocks are named in `failed_block_ids` of the same output.
+- No verb raises because the store is absent, slow or dies; a store without answer is a store with nothing in it.
+
+What a connector may rely on:
+
+- Page `block_id` of a load is written by nobody else from update_state_after_alloc until the load is reported.
+- The content of a page in a save does not change from start_save until the save is reported in finished_saving, or until
+  handle_preemptions has returned for a step that lists the request as preempted.
+- All calls of one side come from one thread. The sides may live in different processes.
+
+Block i of a request covers tokens [i * block_tokens, (i + 1) * block_tokens). `block_ids[i]` is the page that holds it.
+Only full blocks are loaded and saved. The last token of a prompt is never loaded: it must be computed for its logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+
+class Request(Protocol):
+    """What a connector reads of an engine's request. Attributes are the engine's; the connector changes nothing."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the engine's live requests."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus generated tokens so far."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes of the full blocks of all tokens so far; grows as tokens are generated."""
+        ...
+
+
+class BlockMove(NamedTuple):
+    """One block between a page of the engine and a slot of the arena."""
+
+    block_id: int  # page
+    offset: int  # slot, bytes from the start of the arena
+    generation: int  # of the slot, when it was granted
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Blocks to copy from the arena into pages, in prefix order. `boot_id` names the arena that the offsets belong to."""
+
+    request_id: str
+    lease_id: int
+    boot_id: bytes
+    moves: tuple[BlockMove, ...]
+    deadline_s: float  # seconds from now; past it the rest of the blocks are reported as failed
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Pages to copy into the arena, in prefix order, after the step's forward has filled them."""
+
+    job_id: int
+    request_id: str
+    boot_id: bytes
+    moves: tuple[BlockMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorMetadata:
+    """What the scheduler side tells the worker side in one step. Picklable; empty tuples when there is nothing to do."""
+
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    preempted_request_ids: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """What the worker side reports after one step. With several workers, an id counts when all of them reported it."""
+
+    finished_loading: frozenset[str] = frozenset()  # request ids
+    failed_block_ids: frozenset[int] = frozenset()  # pages of finished_loading requests whose content is not to be used
+    finished_saving: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # (job_id, for each move whether it was written)
+    load_seconds: float = 0.0  # time spent copying since the last output, for Report and metrics
+    load_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step, as the scheduler settled it."""
+
+    request: Request
+    block_ids: Sequence[int]  # whole table
+    num_computed_tokens: int  # before the step
+    num_scheduled_tokens: int  # computed in the step
+
+
+class SchedulerSide(Protocol):
+    """Lives beside the engine's scheduler. Fast: it runs between steps; each call's own deadline is tens of ms."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens the store can give beyond `num_computed_tokens` (a multiple of block_tokens): a contiguous run, itself a
+        multiple of block_tokens, 0 when there is nothing worth loading. Owns nothing; may be asked again."""
+        ...
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> int:
+        """Pages are there: take the lease and accept the load of up to `num_external_tokens` tokens.
+
+        `block_ids` is the request's whole table. Returns how many tokens will be loaded, 0 to num_external_tokens, a
+        multiple of block_tokens; when it is more than 0 the request waits until its id comes back in finished_loading, and
+        the load rides in the next build_connector_meta.
+        """
+        ...
+
+    def build_connector_meta(
+        self, scheduled: Sequence[ScheduledRequest], preempted_request_ids: frozenset[str]
+    ) -> ConnectorMetadata:
+        """Called once a step, also when nothing is scheduled. Reserves slots for the blocks that the step will fill."""
+        ...
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        """Take the worker's report: release leases of finished loads, commit finished saves."""
+        ...
+
+    def request_finished(self, request: Request) -> bool:
+        """Called exactly once for each request, also for aborted ones. True: pages are still being read or written; keep
+        them until `has_pending(request_id)` is False."""
+        ...
+
+    def has_pending(self, request_id: str) -> bool:
+        """Whether loads or saves of this request are under way."""
+        ...
+
+    def close(self) -> None:
+        """Give back every lease and close the connection. Safe to call twice."""
+        ...
+
+
+class WorkerSide(Protocol):
+    """Lives beside the engine's pages."""
+
+    def register_pages(self, pages: Any) -> None:  # noqa: ANN401
+        """`pages`: a torch CPU tensor `[num_pages, ...]`, contiguous, one page's bytes = one block (kernels/paged.py). It
+        stays valid and in place until close()."""
+        ...
+
+    def handle_preemptions(self, meta: ConnectorMetadata) -> None:
+        """Wait, at most a deadline, until no save of a preempted request reads its pages any more."""
+        ...
+
+    def start_load(self, meta: ConnectorMetadata) -> None:
+        """Start the step's loads in the background."""
+        ...
+
+    def start_save(self, meta: ConnectorMetadata) -> None:
+        """Start the step's saves in the background; called after the forward that filled the pages."""
+        ...
+
+    def get_output(self, *, wait_s: float = 0.0) -> WorkerOutput:
+        """What finished since the last call. `wait_s` > 0: an engine with nothing else to do waits that long for news."""
+        ...
+
+    def close(self) -> None:
+        """Stop background work, waiting at most a deadline, and drop the mapping. Safe to call twice."""
+        ...
+
+
+class Connector(NamedTuple):
+    """Both sides, for an engine that runs scheduler and worker in one process."""
+
+    scheduler: SchedulerSide
+    worker: WorkerSide
