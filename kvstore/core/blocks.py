@@ -1,0 +1,41 @@
+"""The nouns of block storage: where a block's bytes lie, in which state, and for whom they are held."""
+
+import enum
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """A range inside a tier. `generation` changes whenever the range is given to another block, so that a stale extent is
+    noticed. `offset` is in bytes from the start of the tier and a multiple of SLOT_ALIGN_BYTES."""
+
+    offset: int
+    nbytes: int
+    generation: int
+
+
+class PlacementState(enum.IntEnum):
+    """Life of a copy of a block in a tier: NONE -> WRITING -> READY -> LEAVING -> NONE; abort goes WRITING -> NONE.
+
+    Only READY is given to readers. LEAVING is no longer found by match and takes no new lease; its bytes stay until the
+    last lease on it has ended.
+    """
+
+    NONE = 0
+    WRITING = 1
+    READY = 2
+    LEAVING = 3
+
+
+class Holder(NamedTuple):
+    """Who holds a lease: an engine instance (all processes of one engine share its uuid) and the connection it used."""
+
+    instance: bytes  # 16 bytes
+    session_id: int
+
+
+class KeyStatus(enum.IntEnum):
+    """What Reserve says of each key, in one byte of the reply."""
+
+    GRANTED = 1  # a slot is reserved; write it and commit
+    HELD = 2  # READY or being written already; nothing to do
+    DECLINED = 3  # no room, or its parent is not held; so are all keys after it

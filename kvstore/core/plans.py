@@ -1,0 +1,35 @@
+"""What the brains answer: values, computed at once, carried out by others."""
+
+from typing import NamedTuple
+
+from kvstore.core.blocks import Extent, KeyStatus
+
+
+class Match(NamedTuple):
+    """The longest READY prefix. May be stale at once; owns nothing."""
+
+    num_blocks: int
+    tiers: bytes  # for each block the number of its best tier (TIERS)
+
+
+class ReadGrant(NamedTuple):
+    """A read lease: `extents[i]` holds `keys[first_needed + i]` and stays readable until the lease ends."""
+
+    lease_id: int  # 0: nothing was granted, there is nothing to release
+    expires_s: float  # on the store's clock
+    num_blocks: int  # length of the READY prefix, in blocks from the first key
+    extents: tuple[Extent, ...]  # of keys[first_needed:num_blocks]
+
+
+class WriteGrant(NamedTuple):
+    """A write lease: `extents` are the slots of the GRANTED keys, in order."""
+
+    lease_id: int  # 0: nothing was granted
+    expires_s: float
+    statuses: tuple[KeyStatus, ...]  # one per key
+    extents: tuple[Extent, ...]
+    declined_reason: str  # "" | "no_space" | "orphan" | "limbo_limit"
+
+
+TIERS = ("pinned", "nvme", "peer", "hbm")
+"""Tier numbers as they travel in Match replies."""

@@ -1,0 +1,37 @@
+"""What the brains need from outside, as contracts from which a second implementation can be made."""
+
+from typing import Protocol
+
+from kvstore.core.blocks import Extent
+
+
+class SlotSpace(Protocol):
+    """Slots of a tier: who may use which bytes. Pure bookkeeping; touches no byte of the tier.
+
+    Called by the loop thread only; nothing blocks. A slot is in exactly one of: free, reserved, limbo.
+    """
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that can be given out, whole segments."""
+        ...
+
+    def slot_nbytes(self, nbytes: int) -> int:
+        """Size of the slot that a block of `nbytes` occupies. Raises SpecMismatch when it exceeds a segment."""
+        ...
+
+    def reserve(self, nbytes: int) -> Extent | None:
+        """A free slot for `nbytes`, or None when its size class has none and no whole segment is free."""
+        ...
+
+    def to_limbo(self, extent: Extent) -> None:
+        """The slot is nobody's block any more, but somebody may still touch it: neither free nor reserved."""
+        ...
+
+    def free(self, extent: Extent) -> None:
+        """The slot (reserved or in limbo) may be given out again, under another generation. Asserts the generation."""
+        ...
+
+    def check(self) -> None:
+        """Assert that free + reserved + limbo = capacity, by slot and by segment."""
+        ...

@@ -1,0 +1,1 @@
+"""Where blocks lie. A tier knows no policy: it gives out slots and moves bytes."""
