@@ -159,7 +159,7 @@ class SchedulerSide(Protocol):
 class WorkerSide(Protocol):
     """Lives beside the engine's pages."""
 
-    def register_pages(self, pages: Any) -> None:  # noqa: ANN401
+    def register_pages(self, pages: Any) -> None:
         """`pages`: a torch CPU tensor `[num_pages, ...]`, contiguous, one page's bytes = one block (kernels/paged.py). It
         stays valid and in place until close()."""
         ...

@@ -234,7 +234,9 @@ def differing_fields(left: KVSpec, right: KVSpec) -> list[str]:
     """Names of the fields in which two specs differ, `hash.` fields spelt out: what Hello tells about a near miss."""
     a, b = dataclasses.asdict(left), dataclasses.asdict(right)
     hash_a, hash_b = a.pop("hash"), b.pop("hash")
-    return [name for name in a if a[name] != b[name]] + [f"hash.{name}" for name in hash_a if hash_a[name] != hash_b[name]]
+    return [name for name in a if a[name] != b[name]] + [
+        f"hash.{name}" for name in hash_a if hash_a[name] != hash_b[name]
+    ]
 
 
 class BlockKey(NamedTuple):

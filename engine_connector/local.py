@@ -1,0 +1,23 @@
+"""Both sides of the connector over one connection, for an engine whose scheduler and worker share a process."""
+
+import uuid
+
+from kvstore.client import Client
+
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.keys import KVSpec
+from kvstore.engine_connector.protocol import Connector
+from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
+from kvstore.engine_connector.session import StoreSession
+from kvstore.engine_connector.worker_side import StoreWorkerSide
+from kvstore.proto.kvstore_pb2 import BOTH
+
+
+def open_connector(spec: KVSpec, *, socket_path: str | None = None, tenant: str = "") -> Connector:
+    """Connect to the sidecar at `socket_path` (default: where `kvstore serve` listens). An absent sidecar is no error:
+    the engine runs without, and with it as soon as it answers."""
+    client = Client(socket_path, instance=uuid.uuid4().bytes, role=BOTH, tenant=tenant, specs=[spec])
+    session = StoreSession(client)
+    session.start()
+    scheduler = StoreSchedulerSide(session, block_tokens=spec.block_tokens, clock=MonotonicClock())
+    return Connector(scheduler, StoreWorkerSide(session))

@@ -1,0 +1,54 @@
+"""What the scheduler side remembers of a request, and the moves it can make.
+
+            match                   accept_load                finish_load
+    SEEN  ---------->  SEEN  ---------------------> LOADING ------------------> SEEN
+      |                                                                           |
+      |  reserve -> save job -> commit, any number of times while not LOADING     |
+      +------------------------------ finished -----------------------------------+--> forgotten when nothing is pending
+
+Invariants, by which tests/unit/test_scheduler_side.py goes:
+
+R1 A request has at most one load at a time, and none of its blocks is saved while it loads.
+R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort.
+R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
+R4 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """A read lease whose blocks the worker is copying into pages."""
+
+    lease_id: int
+    boot_id: bytes
+
+
+@dataclass(slots=True)
+class PendingSave:
+    """A write lease whose pages the worker is copying into slots."""
+
+    lease_id: int
+    boot_id: bytes
+    request_id: str
+    first_block: int  # index in the request of the first key asked for
+    keys: tuple[bytes, ...]  # the granted ones, as the job's moves
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One live request. `boot_id` names the sidecar that `num_saved_blocks` is true for."""
+
+    matched_from_block: int = 0  # blocks on the engine when match was last asked
+    load: PendingLoad | None = None
+    save_job_ids: set[int] = field(default_factory=set)
+    num_saved_blocks: int = 0
+    num_offered_blocks: int = 0  # blocks that were full when reserve was last asked
+    boot_id: bytes = b""
+    finished: bool = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a page of the request may still be read or written."""
+        return self.load is not None or bool(self.save_job_ids)

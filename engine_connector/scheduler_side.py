@@ -1,0 +1,249 @@
+"""The scheduler side: match, lease, reserve, commit. Runs between an engine's steps; never waits longer than one call's
+deadline, and that only once before the session's breaker opens.
+
+Everything it knows of the store it asked in this boot of the sidecar: when the boot id changes, what was saved counts as
+not saved, and the request's blocks are offered again.
+"""
+
+import itertools
+import logging
+from collections.abc import Sequence
+
+from kvstore.core.blocks import KeyStatus
+from kvstore.core.clock import Clock
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S
+from kvstore.engine_connector.protocol import (
+    BlockMove,
+    ConnectorMetadata,
+    LoadJob,
+    Request,
+    SaveJob,
+    ScheduledRequest,
+    WorkerOutput,
+)
+from kvstore.engine_connector.requests import PendingLoad, PendingSave, RequestState
+from kvstore.engine_connector.session import StoreSession
+from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED
+
+logger = logging.getLogger(__name__)
+
+
+class StoreSchedulerSide:
+    """Implements protocol.SchedulerSide over a StoreSession, which it closes."""
+
+    def __init__(
+        self,
+        session: StoreSession,
+        *,
+        block_tokens: int,
+        clock: Clock,
+        load_deadline_s: float = LOAD_DEADLINE_S,
+    ) -> None:
+        assert block_tokens > 0
+        self._session = session
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._load_deadline_s = load_deadline_s
+        self._requests: dict[str, RequestState] = {}
+        self._new_loads: list[LoadJob] = []
+        self._saves: dict[int, PendingSave] = {}
+        self._job_ids = itertools.count(1)
+        self._renewed_s = clock.now_s()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """See protocol.SchedulerSide. One Match of all keys but the last token's block."""
+        state = self._state(request)
+        first = num_computed_tokens // self._block_tokens
+        keys = self._loadable_keys(request)
+        state.matched_from_block = first
+        if len(keys) <= first:
+            return 0
+        match = self._session.ask(lambda client: client.match(self._session.namespace, keys))
+        return 0 if match is None else max(0, match.num_blocks - first) * self._block_tokens
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> int:
+        """See protocol.SchedulerSide. One Acquire; fewer tokens than matched when blocks went in between."""
+        state = self._state(request)
+        assert state.load is None, "R1: one load at a time"
+        if num_external_tokens == 0:
+            return 0
+        first = state.matched_from_block
+        wanted = first + num_external_tokens // self._block_tokens
+        keys = self._loadable_keys(request)[:wanted]
+        boot_id = self._session.boot_id
+        grant = self._session.ask(
+            lambda client: client.acquire(request.request_id, self._session.namespace, keys, first_needed=first)
+        )
+        if grant is None or grant.lease_id == 0:
+            return 0
+        moves = tuple(
+            BlockMove(block_ids[first + i], offset, generation)
+            for i, (offset, generation) in enumerate(
+                zip(grant.offsets.tolist(), grant.generations.tolist(), strict=True)
+            )
+        )
+        assert len(moves) == grant.num_blocks - first
+        state.load = PendingLoad(grant.lease_id, boot_id)
+        self._new_loads.append(
+            LoadJob(
+                request.request_id,
+                grant.lease_id,
+                boot_id,
+                moves,
+                min(self._load_deadline_s, grant.expires_in_s),
+            )
+        )
+        return len(moves) * self._block_tokens
+
+    def build_connector_meta(
+        self, scheduled: Sequence[ScheduledRequest], preempted_request_ids: frozenset[str]
+    ) -> ConnectorMetadata:
+        """See protocol.SchedulerSide. At most one Reserve for each request that fills a block in the step."""
+        self._renew_when_due()
+        loads, self._new_loads = tuple(self._new_loads), []
+        saves = tuple(job for item in scheduled if (job := self._reserve(item)) is not None)
+        return ConnectorMetadata(loads, saves, preempted_request_ids)
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        """See protocol.SchedulerSide."""
+        for request_id in output.finished_loading:
+            self._finish_load(request_id, loaded=not output.failed_block_ids)
+        for job_id, written in output.finished_saving:
+            self._finish_save(job_id, written)
+
+    def request_finished(self, request: Request) -> bool:
+        """See protocol.SchedulerSide."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return False
+        state.finished = True
+        self._cancel_unsent_load(request.request_id, state)
+        self._forget_when_done(request.request_id, state)
+        return state.pending
+
+    def has_pending(self, request_id: str) -> bool:
+        """See protocol.SchedulerSide."""
+        state = self._requests.get(request_id)
+        return state is not None and state.pending
+
+    def close(self) -> None:
+        """See protocol.SchedulerSide. The connection's end gives back what is still held."""
+        self._session.close()
+
+    def check(self) -> None:
+        """R2 and R4: every pending job belongs to a known request, and the other way round."""
+        for job_id, save in self._saves.items():
+            assert job_id in self._requests[save.request_id].save_job_ids
+        for request_id, state in self._requests.items():
+            assert state.save_job_ids <= self._saves.keys()
+            assert state.pending or not state.finished, request_id
+
+    # --- saving --------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, item: ScheduledRequest) -> SaveJob | None:
+        """Slots for the blocks that are full once the step has run, from the first one that the store may lack.
+
+        Blocks from the engine's own prefix cache are offered too: the store answers HELD for what it has, and after a
+        restart of the sidecar this is how it is filled again.
+        """
+        request, state = item.request, self._state(item.request)
+        assert state.load is None, "R1: nothing is saved from a request that is loading"
+        num_full = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
+        self._forget_other_boot(state)
+        if num_full <= state.num_offered_blocks or not self._session.up:
+            return None
+        first = state.num_saved_blocks
+        keys = list(request.block_hashes[first:num_full])
+        parent = request.block_hashes[first - 1] if first else b""
+        state.num_offered_blocks = num_full
+        grant = self._session.ask(
+            lambda client: client.reserve(
+                f"{request.request_id}/{first}-{num_full}", self._session.namespace, keys, parent=parent
+            )
+        )
+        if grant is None:
+            return None
+        num_held = _num_not_declined(grant.statuses)
+        state.num_saved_blocks = first + num_held
+        if grant.lease_id == 0:
+            return None
+        granted = [i for i in range(num_held) if grant.statuses[i] == KeyStatus.GRANTED]
+        moves = tuple(
+            BlockMove(item.block_ids[first + i], offset, generation)
+            for i, offset, generation in zip(granted, grant.offsets.tolist(), grant.generations.tolist(), strict=True)
+        )
+        job_id = next(self._job_ids)
+        self._saves[job_id] = PendingSave(
+            grant.lease_id, state.boot_id, request.request_id, first, tuple(keys[i] for i in granted)
+        )
+        state.save_job_ids.add(job_id)
+        return SaveJob(job_id, request.request_id, state.boot_id, moves)
+
+    def _finish_save(self, job_id: int, written: tuple[bool, ...]) -> None:
+        save = self._saves.pop(job_id)
+        state = self._requests[save.request_id]
+        state.save_job_ids.discard(job_id)
+        keys = [key for key, ok in zip(save.keys, written, strict=True) if ok]
+        if save.boot_id == self._session.boot_id:
+            if keys:
+                self._session.ask(lambda client: client.commit(save.lease_id, keys))
+            if len(keys) < len(save.keys):
+                self._session.ask(lambda client: client.abort(save.lease_id))
+                state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+        self._forget_when_done(save.request_id, state)
+
+    def _forget_other_boot(self, state: RequestState) -> None:
+        if state.boot_id != self._session.boot_id:
+            state.boot_id = self._session.boot_id
+            state.num_saved_blocks = state.num_offered_blocks = 0
+
+    # --- loading -------------------------------------------------------------------------------------------------------
+
+    def _loadable_keys(self, request: Request) -> list[bytes]:
+        """All full blocks but one that holds the last token, which must be computed for its logits."""
+        return list(request.block_hashes[: (request.num_tokens - 1) // self._block_tokens])
+
+    def _finish_load(self, request_id: str, *, loaded: bool) -> None:
+        state = self._requests[request_id]
+        assert state.load is not None
+        self._release(state.load, LOADED if loaded else FAILED)
+        state.load = None
+        self._forget_when_done(request_id, state)
+
+    def _cancel_unsent_load(self, request_id: str, state: RequestState) -> None:
+        """An aborted request whose load has not gone to the worker yet will never hear of it."""
+        unsent = [job for job in self._new_loads if job.request_id == request_id]
+        if unsent and state.load is not None:
+            self._new_loads = [job for job in self._new_loads if job.request_id != request_id]
+            self._release(state.load, CANCELLED)
+            state.load = None
+
+    def _release(self, load: PendingLoad, outcome: int) -> None:
+        if load.boot_id == self._session.boot_id:
+            self._session.ask(lambda client: client.release(load.lease_id, outcome))
+
+    # --- both ----------------------------------------------------------------------------------------------------------
+
+    def _renew_when_due(self) -> None:
+        """Leases live longer than a step; one Renew for all of them every third of their time."""
+        now_s = self._clock.now_s()
+        if now_s - self._renewed_s < DEFAULT_LEASE_TTL_S / 3:
+            return
+        self._renewed_s = now_s
+        boot_id = self._session.boot_id
+        lease_ids = [save.lease_id for save in self._saves.values() if save.boot_id == boot_id]
+        lease_ids += [s.load.lease_id for s in self._requests.values() if s.load and s.load.boot_id == boot_id]
+        if lease_ids:
+            self._session.ask(lambda client: client.renew(lease_ids, DEFAULT_LEASE_TTL_S))
+
+    def _state(self, request: Request) -> RequestState:
+        return self._requests.setdefault(request.request_id, RequestState())
+
+    def _forget_when_done(self, request_id: str, state: RequestState) -> None:
+        if state.finished and not state.pending:
+            del self._requests[request_id]
+
+
+def _num_not_declined(statuses: bytes) -> int:
+    declined = statuses.find(KeyStatus.DECLINED)
+    return len(statuses) if declined < 0 else declined

@@ -1,0 +1,124 @@
+"""A store that is sometimes there: one client, a breaker in front of it, and a thread that brings it back.
+
+The engine's thread never waits for a connection. `ask` either reaches a connected sidecar within the call's deadline or
+answers None at once; the first failure opens the breaker, and from then on a background thread alone tries to connect,
+with growing pauses, until it succeeds.
+
+            ask fails (deadline, end of file)
+      UP ------------------------------------> DOWN
+       ^                                        | background thread: pause, connect, Hello
+       +----------------------------------------+
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvstore.client import Client, ClientArena
+
+from kvstore.core.errors import KVStoreError, PeerUnavailable
+from kvstore.core.limits import RECONNECT_BACKOFF_S
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_STOP_DEADLINE_S = 5.0  # for the background thread to notice close(); a connect attempt is shorter
+
+
+class StoreSession:
+    """Owns `client` until close(). `ask` may be called from any thread."""
+
+    def __init__(self, client: Client, *, backoff_s: tuple[float, float] = RECONNECT_BACKOFF_S) -> None:
+        self._client = client
+        self._first_pause_s, self._longest_pause_s = backoff_s
+        self._up = threading.Event()
+        self._lost = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._reconnect_loop, name="kvstore-reconnect", daemon=True)
+
+    def start(self) -> None:
+        """Try once to connect, within the client's connect deadline, then leave it to the background thread."""
+        if not self._try_connect():
+            self._lost.set()
+        self._thread.start()
+
+    @property
+    def up(self) -> bool:
+        """Whether the last thing we heard from the sidecar was an answer."""
+        return self._up.is_set()
+
+    @property
+    def boot_id(self) -> bytes:
+        """Boot id of the sidecar last connected to; b"" before the first connection."""
+        return self._client.boot_id
+
+    @property
+    def namespace(self) -> bytes:
+        """Namespace of the first spec; b"" before the first connection."""
+        return self._client.namespaces[0].namespace if self._client.namespaces else b""
+
+    def arena(self, boot_id: bytes) -> ClientArena | None:
+        """The arena of that boot, or None when the sidecar has been restarted since. Whoever keeps the reference keeps the
+        mapping, so a copy under way never loses its memory."""
+        arena = self._client.arena
+        return arena if arena is not None and arena.boot_id == boot_id else None
+
+    def ask(self, call: Callable[[Client], T]) -> T | None:
+        """The answer of `call`, or None when the store is away or says no. Never raises a KVStoreError."""
+        if not self._up.is_set():
+            return None
+        try:
+            return call(self._client)
+        except PeerUnavailable as err:
+            self._on_lost(err)
+        except KVStoreError as err:
+            logger.info("store declined code=%s fields=%s reason=%s", err.code, err.fields, err.message)
+        return None
+
+    def close(self) -> None:
+        """Stop reconnecting and close the connection. Safe to call twice."""
+        self._closing.set()
+        self._lost.set()
+        self._up.clear()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_DEADLINE_S)
+        self._client.close()
+
+    def _on_lost(self, err: KVStoreError) -> None:
+        if self._up.is_set():
+            self._up.clear()
+            logger.warning("store lost, recomputing until it answers again reason=%s", err.message)
+        self._lost.set()
+
+    def _reconnect_loop(self) -> None:
+        pause_s = self._first_pause_s
+        while not self._closing.is_set():
+            self._lost.wait()  # set by whoever loses the sidecar, and by close()
+            if self._closing.wait(pause_s):
+                return
+            if self._try_connect():
+                pause_s = self._first_pause_s
+            else:
+                pause_s = min(2 * pause_s, self._longest_pause_s)
+
+    def _try_connect(self) -> bool:
+        try:
+            self._client.connect()
+        except KVStoreError as err:
+            logger.info("store not reached code=%s reason=%s", err.code, err.message)
+            return False
+        self._lost.clear()
+        self._up.set()
+        self._report_near_misses()
+        return True
+
+    def _report_near_misses(self) -> None:
+        for space in self._client.namespaces:
+            logger.info("store connected namespace=%s num_blocks=%d", space.namespace.hex(), space.num_blocks)
+            for miss in space.near_misses:
+                logger.warning(
+                    "store holds blocks we cannot share num_blocks=%d differing_fields=%s",
+                    miss.num_blocks,
+                    ",".join(miss.differing_fields),
+                )
