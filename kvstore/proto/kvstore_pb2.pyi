@@ -1,0 +1,349 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    SCHEDULER: _ClassVar[Role]
+    WORKER: _ClassVar[Role]
+    BOTH: _ClassVar[Role]
+    TOOL: _ClassVar[Role]
+
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FRONT: _ClassVar[Order]
+    BACK: _ClassVar[Order]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    LOADED: _ClassVar[Outcome]
+    FAILED: _ClassVar[Outcome]
+    CANCELLED: _ClassVar[Outcome]
+ROLE_UNSPECIFIED: Role
+SCHEDULER: Role
+WORKER: Role
+BOTH: Role
+TOOL: Role
+FRONT: Order
+BACK: Order
+OUTCOME_UNSPECIFIED: Outcome
+LOADED: Outcome
+FAILED: Outcome
+CANCELLED: Outcome
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol_version", "instance", "role", "rank", "tenant", "specs", "want_arena", "cuda_registered", "session_token")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
+    WANT_ARENA_FIELD_NUMBER: _ClassVar[int]
+    CUDA_REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    instance: bytes
+    role: Role
+    rank: int
+    tenant: str
+    specs: _containers.RepeatedScalarFieldContainer[bytes]
+    want_arena: bool
+    cuda_registered: bool
+    session_token: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., tenant: _Optional[str] = ..., specs: _Optional[_Iterable[bytes]] = ..., want_arena: bool = ..., cuda_registered: bool = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class NearMiss(_message.Message):
+    __slots__ = ("namespace", "differing_fields", "num_blocks")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    differing_fields: _containers.RepeatedScalarFieldContainer[str]
+    num_blocks: int
+    def __init__(self, namespace: _Optional[bytes] = ..., differing_fields: _Optional[_Iterable[str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class NamespaceReply(_message.Message):
+    __slots__ = ("namespace", "block_nbytes", "num_blocks", "near_misses")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEAR_MISSES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    block_nbytes: int
+    num_blocks: int
+    near_misses: _containers.RepeatedCompositeFieldContainer[NearMiss]
+    def __init__(self, namespace: _Optional[bytes] = ..., block_nbytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., near_misses: _Optional[_Iterable[_Union[NearMiss, _Mapping]]] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol_version", "server_version", "boot_id", "session_id", "namespaces", "arena_nbytes", "segment_nbytes", "faulted_nbytes", "lease_ttl_s", "session_token")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    FAULTED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    server_version: str
+    boot_id: bytes
+    session_id: int
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceReply]
+    arena_nbytes: int
+    segment_nbytes: int
+    faulted_nbytes: int
+    lease_ttl_s: float
+    session_token: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class MatchRequest(_message.Message):
+    __slots__ = ("namespace", "keys")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    keys: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class MatchReply(_message.Message):
+    __slots__ = ("num_blocks", "tiers", "boot_id")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    tiers: bytes
+    boot_id: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class AcquireRequest(_message.Message):
+    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "prompt_tokens", "compute_wait_s", "deadline_s", "order", "window")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    namespace: bytes
+    keys: bytes
+    first_needed: int
+    ttl_s: float
+    prompt_tokens: int
+    compute_wait_s: float
+    deadline_s: float
+    order: Order
+    window: int
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., compute_wait_s: _Optional[float] = ..., deadline_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., window: _Optional[int] = ...) -> None: ...
+
+class AcquireReply(_message.Message):
+    __slots__ = ("lease_id", "expires_in_s", "num_blocks", "offsets", "generations", "ready", "boot_id")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    expires_in_s: float
+    num_blocks: int
+    offsets: bytes
+    generations: bytes
+    ready: bytes
+    boot_id: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., num_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ready: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_id", "outcome")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    outcome: Outcome
+    def __init__(self, lease_id: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("boot_id",)
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    boot_id: bytes
+    def __init__(self, boot_id: _Optional[bytes] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("lease_ids", "ttl_s")
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: bytes
+    ttl_s: float
+    def __init__(self, lease_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("ended_lease_ids", "boot_id")
+    ENDED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ended_lease_ids: bytes
+    boot_id: bytes
+    def __init__(self, ended_lease_ids: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "namespace", "parent", "keys", "ttl_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    namespace: bytes
+    parent: bytes
+    keys: bytes
+    ttl_s: float
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("lease_id", "expires_in_s", "statuses", "offsets", "generations", "declined_reason", "boot_id")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_REASON_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    expires_in_s: float
+    statuses: bytes
+    offsets: bytes
+    generations: bytes
+    declined_reason: str
+    boot_id: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., declined_reason: _Optional[str] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("lease_id", "keys")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    keys: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("num_committed", "boot_id")
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    num_committed: int
+    boot_id: bytes
+    def __init__(self, num_committed: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    def __init__(self, lease_id: _Optional[int] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ("boot_id",)
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    boot_id: bytes
+    def __init__(self, boot_id: _Optional[bytes] = ...) -> None: ...
+
+class DropRequest(_message.Message):
+    __slots__ = ("namespace", "keys", "all")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    keys: bytes
+    all: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., all: bool = ...) -> None: ...
+
+class DropReply(_message.Message):
+    __slots__ = ("num_dropped", "boot_id")
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    num_dropped: int
+    boot_id: bytes
+    def __init__(self, num_dropped: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("name", "capacity_bytes", "ready_bytes", "writing_bytes", "leaving_bytes", "limbo_bytes", "free_bytes", "ready_blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMBO_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    capacity_bytes: int
+    ready_bytes: int
+    writing_bytes: int
+    leaving_bytes: int
+    limbo_bytes: int
+    free_bytes: int
+    ready_blocks: int
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ...) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    boot_id: bytes
+    server_version: str
+    uptime_s: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    num_blocks: int
+    num_namespaces: int
+    num_sessions: int
+    num_leases: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ErrorReply(_message.Message):
+    __slots__ = ("code", "message", "fields", "retryable", "boot_id")
+    class FieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    fields: _containers.ScalarMap[str, str]
+    retryable: bool
+    boot_id: bytes
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., retryable: bool = ..., boot_id: _Optional[bytes] = ...) -> None: ...
