@@ -3,6 +3,9 @@
 import enum
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Extent(NamedTuple):
     """A range inside a tier. `generation` changes whenever the range is given to another block, so that a stale extent is
@@ -11,6 +14,13 @@ class Extent(NamedTuple):
     offset: int
     nbytes: int
     generation: int
+
+
+class SlotArrays(NamedTuple):
+    """Many slots of a tier as two columns of equal length: a call handles 512 blocks, too many for an object each."""
+
+    offsets: NDArray[np.int64]
+    generations: NDArray[np.uint64]
 
 
 class PlacementState(enum.IntEnum):

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from kvstore.core.blocks import Extent
+from kvstore.core.blocks import Extent, SlotArrays
 
 
 class SlotSpace(Protocol):
@@ -13,7 +13,17 @@ class SlotSpace(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that can be given out, whole segments."""
+        """Bytes that can be given out, whole segments. Grows while the tier is being prepared."""
+        ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the slots that hold a block or are being written."""
+        ...
+
+    @property
+    def limbo_bytes(self) -> int:
+        """Bytes of the slots in limbo. What is neither reserved nor in limbo is free."""
         ...
 
     def slot_nbytes(self, nbytes: int) -> int:
@@ -24,12 +34,24 @@ class SlotSpace(Protocol):
         """A free slot for `nbytes`, or None when its size class has none and no whole segment is free."""
         ...
 
+    def num_free(self, nbytes: int) -> int:
+        """How many blocks of `nbytes` could be reserved now: free slots of its size class, and free whole segments."""
+        ...
+
+    def reserve_many(self, nbytes: int, count: int) -> SlotArrays:
+        """`min(count, num_free(nbytes))` slots for blocks of `nbytes`."""
+        ...
+
     def to_limbo(self, extent: Extent) -> None:
         """The slot is nobody's block any more, but somebody may still touch it: neither free nor reserved."""
         ...
 
     def free(self, extent: Extent) -> None:
         """The slot (reserved or in limbo) may be given out again, under another generation. Asserts the generation."""
+        ...
+
+    def free_many(self, slots: SlotArrays) -> None:
+        """`free` for each of them; they may be of different sizes."""
         ...
 
     def check(self) -> None:
