@@ -1,0 +1,82 @@
+"""Executes steps: owns the pages, runs the model over a step's work, calls the connector's worker side in its order."""
+
+from typing import NamedTuple
+
+import torch
+
+from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
+from kvstore.engine_connector.engine.model import LlamaModel, pad_rows
+from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
+from kvstore.engine_connector.engine.scheduler import ScheduledSequence, Step
+from kvstore.engine_connector.protocol import WorkerOutput, WorkerSide
+
+
+class StepResult(NamedTuple):
+    """One token for each share of the step that samples, in order of `step.scheduled`, and the connector's news."""
+
+    sampled: list[SampledToken]
+    output: WorkerOutput
+
+
+class Runner:
+    """One thread. `pages [num_pages, L, H, T, P, D]` stay in place for the runner's life; it alone writes them, besides
+    the connector into pages of requests that wait for their KV."""
+
+    def __init__(self, model: LlamaModel, pages: torch.Tensor, worker: WorkerSide) -> None:
+        self._model = model
+        self._pages = pages
+        self._worker = worker
+        worker.register_pages(pages)
+
+    @torch.inference_mode()
+    def execute(self, step: Step, *, idle_wait_s: float) -> StepResult:
+        """Run the step; when it computes nothing, wait up to `idle_wait_s` for news of loads and saves."""
+        self._worker.handle_preemptions(step.meta)
+        self._worker.start_load(step.meta)
+        sampled = self._forward(step) if step.scheduled else []
+        self._worker.start_save(step.meta)
+        return StepResult(sampled, self._worker.get_output(wait_s=0.0 if step.scheduled else idle_wait_s))
+
+    def _forward(self, step: Step) -> list[SampledToken]:
+        self._zero_opened_pages(step)
+        rows = [self._decode(step.decodes)] if step.decodes else []
+        for chunk in step.chunks:
+            hidden = self._prefill(chunk)
+            if chunk.samples:
+                rows.append(hidden[chunk.num_tokens - 1 : chunk.num_tokens])
+        specs = [
+            SampleSpec(share.sequence.params, share.sequence.num_output_tokens)
+            for share in step.scheduled
+            if share.samples
+        ]
+        return sample(self._model.logits(torch.cat(rows)), specs) if specs else []
+
+    def _decode(self, decodes: tuple[ScheduledSequence, ...]) -> torch.Tensor:
+        """Hidden states `[len(decodes), hidden]`."""
+        positions = [share.start for share in decodes]
+        tokens = [share.sequence.token_ids[share.start] for share in decodes]
+        attention = DecodeBatch(self._pages, [share.sequence.block_ids for share in decodes], positions)
+        hidden = self._model.hidden(pad_rows(torch.tensor(tokens)), pad_rows(torch.tensor(positions)), attention)
+        return hidden[: len(decodes)]
+
+    def _prefill(self, chunk: ScheduledSequence) -> torch.Tensor:
+        """Hidden states `[num_tokens or more, hidden]`; rows beyond num_tokens are padding."""
+        sequence = chunk.sequence
+        tokens = torch.tensor(sequence.token_ids[chunk.start : chunk.end])
+        attention = PrefillChunk(self._pages, sequence.block_ids, chunk.start, chunk.end)
+        return self._model.hidden(pad_rows(tokens), pad_rows(torch.arange(chunk.start, chunk.end)), attention)
+
+    def _zero_opened_pages(self, step: Step) -> None:
+        """Clear pages that the step begins to fill and leaves partly filled.
+
+        Attention reads whole pages and masks what is beyond a sequence's end; left-over bytes there, say of a load that
+        failed half-way, could be NaN, and NaN times a masked 0 is NaN.
+        """
+        block_tokens = self._pages.shape[3]
+        opened = [
+            share.sequence.block_ids[share.end // block_tokens]
+            for share in step.scheduled
+            if share.end % block_tokens and share.start <= share.end - share.end % block_tokens
+        ]
+        if opened:
+            self._pages[torch.tensor(opened)] = 0

@@ -1,0 +1,308 @@
+"""Which tokens are computed in the next step: continuous batching with chunked prefill, preemption, and waiting for loads.
+
+    add -> waiting -> (pages for the whole prompt) -> running -> finished -> (no save or load pending) -> pages freed
+                  \\-> waiting for KV (the store loads) -> running          \\-> preempted -> waiting
+
+Chunks end at absolute multiples of chunk_tokens and are never cut to fit a budget: a request's chunks, and with them the
+last bits of its KV, do not depend on who else is there. One token to go is a decode, whatever the token is.
+
+Pages are allocated for a whole prompt at admission, so two half-admitted prompts never wait for each other; a decode that
+finds no page preempts the youngest running request, which starts over later from what the prefix cache and the store
+still have. Requests are served by age: the oldest is never preempted by another, so it always finishes. A request that
+could not run with all pages to itself is refused by LLM before it gets here.
+"""
+
+import bisect
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from kvstore.engine_connector.engine.block_manager import BlockManager
+from kvstore.engine_connector.engine.sampler import SampledToken
+from kvstore.engine_connector.engine.sequence import FinishReason, Sequence, Status
+from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest, SchedulerSide, WorkerOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step. At most `max_batch` requests own pages; a step computes max_batch decodes and one whole chunk, or
+    several smaller ones."""
+
+    block_tokens: int
+    max_batch: int
+    chunk_tokens: int
+    max_model_len: int
+    prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A sequence's share of a step: it computes the tokens [start, start + num_tokens)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """First token after the share."""
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the share ends with the sequence's last token, whose logits give the next one."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to compute: prefill chunks each on its own, decodes together; and what to tell the connector's worker side."""
+
+    chunks: tuple[ScheduledSequence, ...]
+    decodes: tuple[ScheduledSequence, ...]
+    meta: ConnectorMetadata
+
+    @property
+    def scheduled(self) -> tuple[ScheduledSequence, ...]:
+        """Decodes, then chunks."""
+        return self.decodes + self.chunks
+
+
+class Scheduler:
+    """Owns the sequences and their pages. One thread; `schedule` and `update` alternate, add and abort in between."""
+
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, connector: SchedulerSide, stop_ids: frozenset[int]
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._connector = connector
+        self._stop_ids = stop_ids
+        self._waiting: list[Sequence] = []  # each list by age
+        self._running: list[Sequence] = []
+        self._loading: dict[str, Sequence] = {}
+        self._draining: dict[str, Sequence] = {}  # finished; the connector still uses their pages
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request is waiting, loading or running."""
+        return bool(self._waiting or self._running or self._loading)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether pages of finished requests are still read or written by the connector."""
+        return bool(self._draining)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new request. Its id must not be `in_use`."""
+        assert not self.in_use(sequence.request_id)
+        self._waiting.append(sequence)
+
+    def in_use(self, request_id: str) -> bool:
+        """Whether a live request, or one whose pages are still in use, has this id."""
+        return request_id in self._draining or self.find(request_id) is not None
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The unfinished request of this id."""
+        live = (*self._waiting, *self._running, *self._loading.values())
+        return next((sequence for sequence in live if sequence.request_id == request_id), None)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End an unfinished request now; its pages are freed once the connector lets go of them."""
+        self._finish(sequence, FinishReason.ABORT)
+
+    def schedule(self) -> Step:
+        """Choose the next step's work, oldest requests first, and have the connector add its loads and saves."""
+        self._free_drained()
+        preempted: set[str] = set()
+        decodes = self._schedule_decodes(preempted)
+        chunks = self._schedule_chunks()
+        if not preempted:
+            self._admit(decodes, chunks)
+        shares = [
+            ScheduledRequest(share.sequence, share.sequence.block_ids, share.start, share.num_tokens)
+            for share in (*decodes, *chunks)
+        ]
+        meta = self._connector.build_connector_meta(shares, frozenset(preempted))
+        return Step(tuple(chunks), tuple(decodes), meta)
+
+    def update(self, step: Step, sampled: Seq[SampledToken], output: WorkerOutput) -> list[Sequence]:
+        """Take a step's results: one token for each share that `samples`, in order of `step.scheduled`.
+
+        Returns the sequences that got a token. Their requests may be finished.
+        """
+        for share in step.scheduled:
+            self._advance(share)
+        self._connector.update_connector_output(output)
+        self._take_loads(output)
+        sampling = [share.sequence for share in step.scheduled if share.samples]
+        for sequence, token in zip(sampling, sampled, strict=True):
+            sequence.append(token)
+            if reason := self._finish_reason(sequence):
+                self._finish(sequence, reason)
+        return sampling
+
+    def check(self) -> None:
+        """Assert the engine's own invariants: every page is free or in some table, and states match the lists."""
+        self._blocks.check()
+        tables = (*self._running, *self._loading.values(), *self._draining.values())
+        held = {page for sequence in tables for page in sequence.block_ids}
+        assert len(held) + self._blocks.num_free == self._blocks.num_pages
+        assert not any(sequence.block_ids for sequence in self._waiting)
+        for sequences, status in ((self._waiting, Status.WAITING), (self._running, Status.RUNNING)):
+            assert all(sequence.status is status for sequence in sequences)
+            assert sequences == sorted(sequences, key=_age)
+        assert all(sequence.status is Status.WAITING_FOR_KV for sequence in self._loading.values())
+        assert all(sequence.status is Status.FINISHED for sequence in self._draining.values())
+
+    def _schedule_decodes(self, preempted: set[str]) -> list[ScheduledSequence]:
+        """By age; what a decode preempts is younger, so it has not been scheduled yet, or is the decode itself."""
+        ready = [s for s in self._running if s.num_computed_tokens == s.num_tokens - 1]
+        return [
+            ScheduledSequence(sequence, sequence.num_computed_tokens, 1)
+            for sequence in ready
+            if sequence.status is Status.RUNNING and self._ensure_page(sequence, preempted)
+        ]
+
+    def _ensure_page(self, sequence: Sequence, preempted: set[str]) -> bool:
+        """A page for the sequence's last token; preempts from the young end, at worst the sequence itself."""
+        if len(sequence.block_ids) * self._config.block_tokens >= sequence.num_tokens:
+            return True
+        while self._blocks.num_free == 0:
+            victim = self._running[-1]
+            self._preempt(victim)
+            preempted.add(victim.request_id)
+            if victim is sequence:
+                return False
+        sequence.block_ids += self._blocks.allocate(1)
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to the queue, pages freed: the step's metadata makes the worker side wait for saves that read them."""
+        self._running.remove(victim)
+        self._blocks.free(victim.block_ids)
+        victim.block_ids = []
+        victim.num_computed_tokens = 0
+        victim.counts.preemptions += 1
+        victim.status = Status.WAITING
+        bisect.insort(self._waiting, victim, key=_age)
+
+    def _schedule_chunks(self) -> list[ScheduledSequence]:
+        chunks: list[ScheduledSequence] = []
+        for sequence in self._running:
+            if sequence.num_computed_tokens < sequence.num_tokens - 1 and not self._add_chunk(sequence, chunks):
+                break
+        return chunks
+
+    def _add_chunk(self, sequence: Sequence, chunks: list[ScheduledSequence]) -> bool:
+        """Schedule the sequence up to the next multiple of chunk_tokens, if this step has room for it."""
+        start, size = sequence.num_computed_tokens, self._config.chunk_tokens
+        num_tokens = min((start // size + 1) * size, sequence.num_tokens) - start
+        if sum(chunk.num_tokens for chunk in chunks) + num_tokens > size:
+            return False
+        chunks.append(ScheduledSequence(sequence, start, num_tokens))
+        return True
+
+    def _admit(self, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence]) -> None:
+        while self._waiting and len(self._running) + len(self._loading) < self._config.max_batch:
+            sequence = self._waiting[0]
+            matched = self._match_local(sequence)
+            num_new = -(-sequence.num_tokens // self._config.block_tokens) - len(matched)
+            if not self._blocks.can_allocate(matched, num_new):
+                return
+            del self._waiting[0]
+            self._allocate(sequence, matched, num_new)
+            if sequence.status is not Status.RUNNING:
+                continue
+            if sequence.num_computed_tokens == sequence.num_tokens - 1:
+                decodes.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))
+            elif not self._add_chunk(sequence, chunks):
+                return
+
+    def _match_local(self, sequence: Sequence) -> list[int]:
+        """Pages of the prefix that is in our own cache; the last token is always computed, for its logits."""
+        if not self._config.prefix_caching:
+            return []
+        return self._blocks.match(sequence.block_hashes[: self._num_loadable_blocks(sequence)])
+
+    def _num_loadable_blocks(self, sequence: Sequence) -> int:
+        return (sequence.num_tokens - 1) // self._config.block_tokens
+
+    def _allocate(self, sequence: Sequence, matched: list[int], num_new: int) -> None:
+        """Take pages for all tokens so far, and ask the store for what our own cache lacks."""
+        num_local = len(matched) * self._config.block_tokens
+        self._blocks.take(matched)
+        sequence.block_ids = matched + self._blocks.allocate(num_new)
+        sequence.num_computed_tokens = num_local
+        sequence.counts.local_cached += num_local
+        loadable = self._num_loadable_blocks(sequence) * self._config.block_tokens - num_local
+        wanted = min(self._connector.get_num_new_matched_tokens(sequence, num_local), loadable)
+        sequence.num_loading_tokens = self._connector.update_state_after_alloc(sequence, sequence.block_ids, wanted)
+        assert 0 <= sequence.num_loading_tokens <= wanted, (sequence.num_loading_tokens, wanted)
+        if sequence.num_loading_tokens:
+            sequence.status = Status.WAITING_FOR_KV
+            self._loading[sequence.request_id] = sequence
+        else:
+            self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        bisect.insort(self._running, sequence, key=_age)
+
+    def _take_loads(self, output: WorkerOutput) -> None:
+        """Requests whose loads ended go on from the first block that failed. Loads of aborted requests are not ours."""
+        for request_id in output.finished_loading & self._loading.keys():
+            sequence = self._loading.pop(request_id)
+            first, step = sequence.num_computed_tokens // self._config.block_tokens, self._config.block_tokens
+            last = first + sequence.num_loading_tokens // step
+            loaded = sequence.block_ids[first:last]
+            good = next((i for i, page in enumerate(loaded) if page in output.failed_block_ids), len(loaded))
+            sequence.num_loading_tokens = 0
+            sequence.num_computed_tokens += good * step
+            sequence.counts.fetched += good * step
+            self._publish(sequence, first, first + good)
+            self._run(sequence)
+
+    def _advance(self, share: ScheduledSequence) -> None:
+        """The share's KV is in the pages: blocks that it completed can be found from now on."""
+        sequence, step = share.sequence, self._config.block_tokens
+        assert sequence.num_computed_tokens == share.start
+        if share.start < sequence.num_prompt_tokens or share.num_tokens > 1:
+            sequence.counts.prefilled += share.num_tokens
+        sequence.num_computed_tokens = share.end
+        self._publish(sequence, share.start // step, share.end // step)
+
+    def _publish(self, sequence: Sequence, first: int, last: int) -> None:
+        for index in range(first, last):
+            self._blocks.publish(sequence.block_ids[index], sequence.block_hashes[index])
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.token_ids[-1] in self._stop_ids and not sequence.params.ignore_eos:
+            return FinishReason.STOP
+        if sequence.num_output_tokens >= sequence.params.max_tokens or sequence.num_tokens > self._config.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+        else:
+            del self._loading[sequence.request_id]
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        if self._connector.request_finished(sequence):
+            self._draining[sequence.request_id] = sequence
+        else:
+            self._blocks.free(sequence.block_ids)
+            sequence.block_ids = []
+
+    def _free_drained(self) -> None:
+        for request_id in [r for r in self._draining if not self._connector.has_pending(r)]:
+            sequence = self._draining.pop(request_id)
+            self._blocks.free(sequence.block_ids)
+            sequence.block_ids = []
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.arrival
