@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, SaveJob, WorkerOutput
 from kvstore.engine_connector.session import StoreSession
-from kvstore.kernels.paged import page_bytes
+from kvstore.kernels.paged import pages_as_bytes
 
 logger = logging.getLogger(__name__)
 J = TypeVar("J")
@@ -57,7 +57,7 @@ class StoreWorkerSide:
 
     def register_pages(self, pages: Any) -> None:
         """See protocol.WorkerSide."""
-        self._pages = page_bytes(pages)
+        self._pages = pages_as_bytes(pages)
         self._loads.start()
         self._saves.start()
 
