@@ -3,7 +3,6 @@
 import uuid
 
 from kvstore.client import Client
-
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.protocol import Connector

@@ -12,8 +12,11 @@ One step, in order:
 What an engine may rely on:
 
 - Loads and saves are asynchronous: no verb waits for a block to move, except handle_preemptions.
-- Every load accepted in update_state_after_alloc is reported in exactly one WorkerOutput, as finished_loading, whether it
-  succeeded or not, within `load_deadline_s`. Failed blocks are named in `failed_block_ids` of the same output.
+- Every load asked for in update_state_after_alloc is reported in exactly one WorkerOutput, as finished_loading, whether it
+  succeeded or not, within `load_deadline_s`. Failed blocks are named in `failed_block_ids` of the same output; among them
+  are those that the store no longer had when it was asked.
+- A request whose load failed in any block is not offered another one, so a store that finds what it cannot give costs one
+  load and not a loop.
 - No verb raises because the store is absent, slow or dies; a store without answer is a store with nothing in it.
 
 What a connector may rely on:
@@ -29,7 +32,10 @@ Only full blocks are loaded and saved. The last token of a prompt is never loade
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class Request(Protocol):
@@ -52,7 +58,30 @@ class Request(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Chained hashes of the full blocks of all tokens so far; grows as tokens are generated."""
+        """Chained hashes of the full blocks of all tokens so far; grows as tokens are generated. May lag behind what a
+        step computes: an engine that schedules ahead of its sampler fills a block before it knows the block's tokens."""
+        ...
+
+
+class Pages(Protocol):
+    """An engine's pages, which are only ever copied whole (kernels/paged.py)."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages are numbered from 0."""
+        ...
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page, equal to the spec's block_nbytes."""
+        ...
+
+    def copy_in(self, block_id: int, block: NDArray[np.uint8]) -> None:
+        """Copy a stored block into a page. Called from a background thread; lets the engine compute meanwhile."""
+        ...
+
+    def copy_out(self, block_id: int, block: NDArray[np.uint8]) -> None:
+        """Copy a page into a block's slot; likewise."""
         ...
 
 
@@ -66,13 +95,17 @@ class BlockMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Blocks to copy from the arena into pages, in prefix order. `boot_id` names the arena that the offsets belong to."""
+    """Blocks to copy from the arena into pages, in prefix order. `boot_id` names the arena that the offsets belong to.
+    `lease_id` is 0 when the store had nothing left to lease."""
 
     request_id: str
     lease_id: int
     boot_id: bytes
     moves: tuple[BlockMove, ...]
     deadline_s: float  # seconds from now; past it the rest of the blocks are reported as failed
+    lost_block_ids: tuple[
+        int, ...
+    ] = ()  # pages after those of `moves` for which nothing was leased; reported as failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +153,17 @@ class SchedulerSide(Protocol):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens the store can give beyond `num_computed_tokens` (a multiple of block_tokens): a contiguous run, itself a
-        multiple of block_tokens, 0 when there is nothing worth loading. Owns nothing; may be asked again."""
+        multiple of block_tokens, 0 when there is nothing worth loading. Owns nothing; may be asked again, as long as the
+        request waits and after each preemption."""
         ...
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> int:
-        """Pages are there: take the lease and accept the load of up to `num_external_tokens` tokens.
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Pages are there: take the lease of `num_external_tokens` tokens, at most what was matched last, and start the
+        load of all of them; 0 means that nothing is loaded.
 
-        `block_ids` is the request's whole table. Returns how many tokens will be loaded, 0 to num_external_tokens, a
-        multiple of block_tokens; when it is more than 0 the request waits until its id comes back in finished_loading, and
-        the load rides in the next build_connector_meta.
+        `block_ids` is the request's whole table. With more than 0 tokens the request waits until its id comes back in
+        finished_loading; the load rides in the next build_connector_meta. There is no answer, because the engine has
+        already settled what it waits for: what the store lost since the match comes back as failed blocks.
         """
         ...
 
@@ -159,9 +194,8 @@ class SchedulerSide(Protocol):
 class WorkerSide(Protocol):
     """Lives beside the engine's pages."""
 
-    def register_pages(self, pages: Any) -> None:
-        """`pages`: a torch CPU tensor `[num_pages, ...]`, contiguous, one page's bytes = one block (kernels/paged.py). It
-        stays valid and in place until close()."""
+    def register_pages(self, pages: Pages) -> None:
+        """Called once, before the first step. The pages stay valid and in place until close()."""
         ...
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:

@@ -11,7 +11,8 @@ Invariants, by which tests/unit/test_scheduler_side.py goes:
 R1 A request has at most one load at a time, and none of its blocks is saved while it loads.
 R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort.
 R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
-R4 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
+R4 A request whose load failed in any block is not matched again.
+R5 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
 """
 
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A read lease whose blocks the worker is copying into pages."""
+    """A load that the worker has not reported: a read lease whose blocks it copies into pages, or nothing but lost blocks
+    (lease_id 0)."""
 
     lease_id: int
     boot_id: bytes
+    block_ids: frozenset[int]  # all pages of the load, the lost ones too
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class RequestState:
 
     matched_from_block: int = 0  # blocks on the engine when match was last asked
     load: PendingLoad | None = None
+    load_failed: bool = False
     save_job_ids: set[int] = field(default_factory=set)
     num_saved_blocks: int = 0
     num_offered_blocks: int = 0  # blocks that were full when reserve was last asked

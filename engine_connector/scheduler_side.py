@@ -56,44 +56,38 @@ class StoreSchedulerSide:
         first = num_computed_tokens // self._block_tokens
         keys = self._loadable_keys(request)
         state.matched_from_block = first
-        if len(keys) <= first:
+        if state.load_failed or len(keys) <= first:
             return 0
         match = self._session.ask(lambda client: client.match(self._session.namespace, keys))
         return 0 if match is None else max(0, match.num_blocks - first) * self._block_tokens
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> int:
-        """See protocol.SchedulerSide. One Acquire; fewer tokens than matched when blocks went in between."""
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See protocol.SchedulerSide. One Acquire."""
         state = self._state(request)
         assert state.load is None, "R1: one load at a time"
         if num_external_tokens == 0:
-            return 0
+            return
         first = state.matched_from_block
-        wanted = first + num_external_tokens // self._block_tokens
-        keys = self._loadable_keys(request)[:wanted]
+        last = first + num_external_tokens // self._block_tokens
+        keys = self._loadable_keys(request)[:last]
+        assert len(keys) == last, "more tokens than were matched"
         boot_id = self._session.boot_id
         grant = self._session.ask(
             lambda client: client.acquire(request.request_id, self._session.namespace, keys, first_needed=first)
         )
+        pages = tuple(block_ids[first:last])
         if grant is None or grant.lease_id == 0:
-            return 0
-        moves = tuple(
-            BlockMove(block_ids[first + i], offset, generation)
-            for i, (offset, generation) in enumerate(
-                zip(grant.offsets.tolist(), grant.generations.tolist(), strict=True)
-            )
-        )
-        assert len(moves) == grant.num_blocks - first
-        state.load = PendingLoad(grant.lease_id, boot_id)
+            state.load = PendingLoad(0, boot_id, frozenset(pages))
+            self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
+            return
+        num_granted = grant.num_blocks - first
+        moves = tuple(map(BlockMove, pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
+        assert len(moves) == num_granted == len(grant.offsets) == len(grant.generations)
+        state.load = PendingLoad(grant.lease_id, boot_id, frozenset(pages))
+        deadline_s = min(self._load_deadline_s, grant.expires_in_s)
         self._new_loads.append(
-            LoadJob(
-                request.request_id,
-                grant.lease_id,
-                boot_id,
-                moves,
-                min(self._load_deadline_s, grant.expires_in_s),
-            )
+            LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, pages[num_granted:])
         )
-        return len(moves) * self._block_tokens
 
     def build_connector_meta(
         self, scheduled: Sequence[ScheduledRequest], preempted_request_ids: frozenset[str]
@@ -107,7 +101,7 @@ class StoreSchedulerSide:
     def update_connector_output(self, output: WorkerOutput) -> None:
         """See protocol.SchedulerSide."""
         for request_id in output.finished_loading:
-            self._finish_load(request_id, loaded=not output.failed_block_ids)
+            self._finish_load(request_id, output.failed_block_ids)
         for job_id, written in output.finished_saving:
             self._finish_save(job_id, written)
 
@@ -131,7 +125,7 @@ class StoreSchedulerSide:
         self._session.close()
 
     def check(self) -> None:
-        """R2 and R4: every pending job belongs to a known request, and the other way round."""
+        """R2 and R5: every pending job belongs to a known request, and the other way round."""
         for job_id, save in self._saves.items():
             assert job_id in self._requests[save.request_id].save_job_ids
         for request_id, state in self._requests.items():
@@ -148,7 +142,8 @@ class StoreSchedulerSide:
         """
         request, state = item.request, self._state(item.request)
         assert state.load is None, "R1: nothing is saved from a request that is loading"
-        num_full = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
+        num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
+        num_full = min(num_filled, len(request.block_hashes))
         self._forget_other_boot(state)
         if num_full <= state.num_offered_blocks or not self._session.up:
             return None
@@ -203,10 +198,11 @@ class StoreSchedulerSide:
         """All full blocks but one that holds the last token, which must be computed for its logits."""
         return list(request.block_hashes[: (request.num_tokens - 1) // self._block_tokens])
 
-    def _finish_load(self, request_id: str, *, loaded: bool) -> None:
+    def _finish_load(self, request_id: str, failed_block_ids: frozenset[int]) -> None:
         state = self._requests[request_id]
         assert state.load is not None
-        self._release(state.load, LOADED if loaded else FAILED)
+        state.load_failed = not state.load.block_ids.isdisjoint(failed_block_ids)
+        self._release(state.load, FAILED if state.load_failed else LOADED)
         state.load = None
         self._forget_when_done(request_id, state)
 
@@ -219,7 +215,7 @@ class StoreSchedulerSide:
             state.load = None
 
     def _release(self, load: PendingLoad, outcome: int) -> None:
-        if load.boot_id == self._session.boot_id:
+        if load.lease_id and load.boot_id == self._session.boot_id:
             self._session.ask(lambda client: client.release(load.lease_id, outcome))
 
     # --- both ----------------------------------------------------------------------------------------------------------
@@ -232,7 +228,8 @@ class StoreSchedulerSide:
         self._renewed_s = now_s
         boot_id = self._session.boot_id
         lease_ids = [save.lease_id for save in self._saves.values() if save.boot_id == boot_id]
-        lease_ids += [s.load.lease_id for s in self._requests.values() if s.load and s.load.boot_id == boot_id]
+        loads = [state.load for state in self._requests.values() if state.load is not None]
+        lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == boot_id]
         if lease_ids:
             self._session.ask(lambda client: client.renew(lease_ids, DEFAULT_LEASE_TTL_S))
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvstore.client import Client, ClientArena
-
 from kvstore.core.errors import KVStoreError, PeerUnavailable
 from kvstore.core.limits import RECONNECT_BACKOFF_S
 

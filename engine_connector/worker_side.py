@@ -13,15 +13,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from kvstore.client import ClientArena
 from numpy.typing import NDArray
 
-from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, SaveJob, WorkerOutput
+from kvstore.client import ClientArena
+from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, Pages, SaveJob, WorkerOutput
 from kvstore.engine_connector.session import StoreSession
-from kvstore.kernels.paged import pages_as_bytes
 
 logger = logging.getLogger(__name__)
 J = TypeVar("J")
@@ -49,15 +48,15 @@ class StoreWorkerSide:
 
     def __init__(self, session: StoreSession) -> None:
         self._session = session
-        self._pages: NDArray[np.uint8] | None = None  # [num_pages, page_nbytes]
+        self._pages: Pages | None = None
         self._reports: queue.SimpleQueue[_Loaded | _Saved] = queue.SimpleQueue()
         self._in_flight = _SavesInFlight()
         self._loads = _JobThread[tuple[LoadJob, float]]("kvstore-load", self._load)
         self._saves = _JobThread[SaveJob]("kvstore-save", self._save)
 
-    def register_pages(self, pages: Any) -> None:
+    def register_pages(self, pages: Pages) -> None:
         """See protocol.WorkerSide."""
-        self._pages = pages_as_bytes(pages)
+        self._pages = pages
         self._loads.start()
         self._saves.start()
 
@@ -105,7 +104,7 @@ class StoreWorkerSide:
             num_loaded = self._copy_in(job, deadline_s)
         except Exception:  # outermost frame of the job: whatever it was, the load must be reported
             logger.exception("load failed request_id=%s", job.request_id)
-        failed = tuple(move.block_id for move in job.moves[num_loaded:])
+        failed = tuple(move.block_id for move in job.moves[num_loaded:]) + job.lost_block_ids
         if failed:
             logger.warning("load incomplete request_id=%s loaded=%d failed=%d", job.request_id, num_loaded, len(failed))
         nbytes = num_loaded * self._page_nbytes()
@@ -119,7 +118,7 @@ class StoreWorkerSide:
         for num_loaded, move in enumerate(job.moves):
             if time.monotonic() > deadline_s or not _is_current(arena, move):
                 return num_loaded
-            np.copyto(pages[move.block_id], _slot(arena, move.offset, pages.shape[1]))
+            pages.copy_in(move.block_id, _slot(arena, move.offset, pages.page_nbytes))
             if not _is_current(arena, move):
                 return num_loaded
         return len(job.moves)
@@ -143,11 +142,11 @@ class StoreWorkerSide:
         for i, move in enumerate(job.moves):
             if not self._in_flight.wanted(job) or not _is_current(arena, move):
                 return
-            np.copyto(_slot(arena, move.offset, pages.shape[1]), pages[move.block_id])
+            pages.copy_out(move.block_id, _slot(arena, move.offset, pages.page_nbytes))
             written[i] = self._in_flight.wanted(job)  # called off meanwhile: the page may have changed under the copy
 
     def _page_nbytes(self) -> int:
-        return 0 if self._pages is None else int(self._pages.shape[1])
+        return 0 if self._pages is None else self._pages.page_nbytes
 
 
 def _slot(arena: ClientArena, offset: int, nbytes: int) -> NDArray[np.uint8]:

@@ -1,15 +1,17 @@
 """An engine's paged KV cache as the rest of the house sees it: pages whose bytes are stored blocks.
 
 The included engine keeps one torch tensor `[num_pages, L, H, T, P, D]` (BlockLayout's order), so that page `i` is block
-bytes as they are stored, and moving a block is one copy of `block_nbytes` bytes. Other engines' caches get their
-description here when there are kernels to pack them.
+bytes as they are stored, and moving a block is one copy of `block_nbytes` bytes. vLLM keeps one tensor a layer, so that a
+page is in as many pieces. `PagedCache` is both.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, SpecMismatch
 from kvstore.core.layout import BlockLayout
 
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -33,12 +35,68 @@ def allocate_pages(num_pages: int, layout: BlockLayout, dtype: str) -> torch.Ten
     return torch.from_numpy(memory).view(torch_dtype).view(num_pages, *layout.shape)
 
 
+class PagedCache:
+    """The pages of one layer group, for copying whole: page i is row i of each piece, one after the other.
+
+        pieces     layer 0 [num_pages, n0]    layer 1 [num_pages, n1]    ...      uint8 views of the engine's tensors
+        block i    |          n0 bytes        |        n1 bytes          | ... |
+
+    Built from tensors `[num_pages, ...]` in host memory, of which each page is one run of bytes, in whatever order its
+    numbers are (a permuted view is fine, gaps between pages are fine). The views share the tensors' memory and are valid
+    as long as they are. Raises SpecMismatch for a tensor that has no such pages.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        assert tensors
+        self._pieces = [pages_as_bytes(tensor) for tensor in tensors]
+        self.num_pages = self._pieces[0].shape[0]
+        assert all(piece.shape[0] == self.num_pages for piece in self._pieces)
+        self.page_nbytes = sum(piece.shape[1] for piece in self._pieces)
+
+    def copy_out(self, block_id: int, block: npt.NDArray[np.uint8]) -> None:
+        """Copy a page into `block [page_nbytes] uint8`. Releases the GIL, and never broadcasts."""
+        assert block.shape == (self.page_nbytes,), (block.shape, self.page_nbytes)
+        assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)
+        start = 0
+        for piece in self._pieces:
+            end = start + piece.shape[1]
+            np.copyto(block[start:end], piece[block_id])
+            start = end
+
+    def copy_in(self, block_id: int, block: npt.NDArray[np.uint8]) -> None:
+        """Copy `block [page_nbytes] uint8` into a page. Releases the GIL, and never broadcasts."""
+        assert block.shape == (self.page_nbytes,), (block.shape, self.page_nbytes)
+        assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)
+        start = 0
+        for piece in self._pieces:
+            end = start + piece.shape[1]
+            np.copyto(piece[block_id], block[start:end])
+            start = end
+
+
 def pages_as_bytes(pages: torch.Tensor) -> npt.NDArray[np.uint8]:
     """A view `[num_pages, page_nbytes] uint8` of the pages: shares their memory, valid as long as they are."""
-    assert pages.device.type == "cpu", pages.device
-    assert pages.is_contiguous()
-    view: npt.NDArray[np.uint8] = pages.view(pages.shape[0], -1).view(torch.uint8).numpy()
+    page_numel = pages[0].numel()
+    if pages.device.type != "cpu" or not _is_one_run(pages[0]) or pages.stride(0) < page_numel:
+        raise SpecMismatch(
+            f"pages: {list(pages.shape)} with strides {list(pages.stride())} on {pages.device} has pages that are not one "
+            "run of bytes each in host memory",
+            field="pages",
+            value=str(list(pages.shape)),
+        )
+    runs = pages.as_strided((pages.shape[0], page_numel), (pages.stride(0), 1))
+    view: npt.NDArray[np.uint8] = runs.view(torch.uint8).numpy()
     return view
+
+
+def _is_one_run(page: torch.Tensor) -> bool:
+    """Whether the page's numbers fill one range of memory, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(page.stride(), page.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def page_bytes(pages: torch.Tensor, block_id: int) -> npt.NDArray[np.uint8]:

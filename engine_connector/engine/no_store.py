@@ -1,11 +1,11 @@
 """A connector without a store: nothing is ever found, loaded or saved. The engine's path with it is the same path."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvstore.engine_connector.protocol import (
     Connector,
     ConnectorMetadata,
+    Pages,
     Request,
     ScheduledRequest,
     WorkerOutput,
@@ -21,9 +21,8 @@ class _NoStoreScheduler:
         request: Request,  # noqa: ARG002
         block_ids: Sequence[int],  # noqa: ARG002
         num_external_tokens: int,
-    ) -> int:
+    ) -> None:
         assert num_external_tokens == 0
-        return 0
 
     def build_connector_meta(
         self,
@@ -46,7 +45,7 @@ class _NoStoreScheduler:
 
 
 class _NoStoreWorker:
-    def register_pages(self, pages: Any) -> None:  # noqa: ARG002
+    def register_pages(self, pages: Pages) -> None:  # noqa: ARG002
         return
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:  # noqa: ARG002

@@ -9,6 +9,7 @@ from kvstore.engine_connector.engine.model import LlamaModel, pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.scheduler import ScheduledSequence, Step
 from kvstore.engine_connector.protocol import WorkerOutput, WorkerSide
+from kvstore.kernels.paged import PagedCache
 
 
 class StepResult(NamedTuple):
@@ -26,7 +27,7 @@ class Runner:
         self._model = model
         self._pages = pages
         self._worker = worker
-        worker.register_pages(pages)
+        worker.register_pages(PagedCache([pages]))
 
     @torch.inference_mode()
     def execute(self, step: Step, *, idle_wait_s: float) -> StepResult:

@@ -236,9 +236,9 @@ class Scheduler:
         sequence.counts.local_cached += num_local
         loadable = self._num_loadable_blocks(sequence) * self._config.block_tokens - num_local
         wanted = min(self._connector.get_num_new_matched_tokens(sequence, num_local), loadable)
-        sequence.num_loading_tokens = self._connector.update_state_after_alloc(sequence, sequence.block_ids, wanted)
-        assert 0 <= sequence.num_loading_tokens <= wanted, (sequence.num_loading_tokens, wanted)
-        if sequence.num_loading_tokens:
+        sequence.num_loading_tokens = wanted
+        self._connector.update_state_after_alloc(sequence, sequence.block_ids, wanted)
+        if wanted:
             sequence.status = Status.WAITING_FOR_KV
             self._loading[sequence.request_id] = sequence
         else:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, SpecMismatch
 from kvstore.core.layout import BlockLayout
-from kvstore.kernels.paged import allocate_pages, page_bytes, pages_as_bytes
+from kvstore.kernels.paged import PagedCache, allocate_pages, page_bytes, pages_as_bytes
 
 LAYOUT = BlockLayout(num_layers=2, num_kv_heads=3, block_tokens=4, planes=2, head_dim=8, item_nbytes=2)
 
@@ -49,3 +49,55 @@ def test_more_pages_than_memory_is_a_config_error():
         allocate_pages(1 << 50, LAYOUT, "float16")
 
     assert caught.value.fields["field"] == "num_pages"
+
+
+def _numbered(*shape):
+    return torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
+
+
+def test_a_page_in_one_piece_a_layer_goes_out_and_in_again():
+    layers = [_numbered(4, 3, 2, 5) + 1000 * layer for layer in range(3)]
+    cache, copies = PagedCache(layers), [torch.zeros_like(layer) for layer in layers]
+    block = np.zeros(cache.page_nbytes, np.uint8)
+
+    cache.copy_out(2, block)
+    PagedCache(copies).copy_in(1, block)
+
+    assert block.tobytes() == b"".join(layer[2].numpy().tobytes() for layer in layers)
+    assert all(torch.equal(copy[1], layer[2]) for copy, layer in zip(copies, layers, strict=True))
+    assert not any(copy[[0, 2, 3]].any() for copy in copies)
+
+
+def test_a_permuted_view_is_copied_as_it_lies_in_memory():
+    tokens_outermost = _numbered(4, 2, 3, 5)  # vLLM's LBNHC; its view is [B, H, N, C]
+    block = np.zeros(2 * 3 * 5 * 4, np.uint8)
+
+    PagedCache([tokens_outermost.permute(0, 2, 1, 3)]).copy_out(3, block)
+
+    assert block.tobytes() == tokens_outermost[3].numpy().tobytes()
+
+
+def test_pages_with_gaps_between_them_are_copied_without_the_gaps():
+    both_layers = _numbered(4, 2, 3, 5)  # [B, L, H, C]: one layer's pages lie two pages apart
+    block = np.zeros(3 * 5 * 4, np.uint8)
+
+    PagedCache([both_layers[:, 1]]).copy_out(2, block)
+
+    assert block.tobytes() == both_layers[2, 1].numpy().tobytes()
+
+
+def test_pages_that_are_not_one_run_of_bytes_are_refused():
+    heads_outermost = _numbered(3, 4, 2, 5).permute(1, 0, 2, 3)
+
+    with pytest.raises(SpecMismatch) as caught:
+        PagedCache([heads_outermost])
+
+    assert caught.value.fields["field"] == "pages"
+
+
+@pytest.mark.parametrize("nbytes", [1, 119, 121])
+def test_a_block_of_another_size_is_never_broadcast(nbytes):
+    cache = PagedCache([_numbered(4, 2, 3, 5)])
+
+    with pytest.raises(AssertionError):
+        cache.copy_in(0, np.zeros(nbytes, np.uint8))
