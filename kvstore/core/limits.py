@@ -20,8 +20,20 @@ MAX_SESSIONS = 1024
 MAX_NAMESPACES = 4096
 """Namespaces that hold blocks or are open in a session. More: Overloaded at Hello."""
 
+MAX_PROCESSES_PER_INSTANCE = 256
+"""Processes of one engine that are watched, those included whose connections ended. More: Overloaded, the connection is closed."""
+
 HELLO_DEADLINE_S = 5.0
 """A connection that has not said Hello by then is closed."""
+
+FRAME_DEADLINE_S = 10.0
+"""A connection that has sent part of a frame and not the rest by then is closed: it holds up to MAX_FRAME_BYTES."""
+
+MAX_UNREAD_REPLY_BYTES = 16 << 20
+"""Replies that a client has not read. Two of the largest; beyond them the connection is closed."""
+
+MAX_FRAMES_PER_TURN = 64
+"""Requests of one connection served before the others have their turn; some 5 ms."""
 
 DEFAULT_LEASE_TTL_S = 30.0
 """Time to copy what was leased; a 64k-token prefix of a 70B model takes seconds. Renew extends."""
@@ -40,6 +52,12 @@ SESSION_IDLE_S = 60.0
 
 UNVERIFIED_DRAIN_S = 60.0
 """Limbo of an instance whose processes cannot be watched (another pid namespace) after its last connection ended."""
+
+CUDA_DRAIN_S = 2.0
+"""After the end of a process that registered the arena with CUDA: the driver ends its copies after the process is gone."""
+
+STOP_DEADLINE_S = 3.0
+"""A sidecar told to stop is gone by then."""
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 SEGMENT_BYTES = 64 << 20

@@ -1,0 +1,58 @@
+"""`kvstore`: finds the subcommand, and turns our errors into one line and exit code 2."""
+
+import importlib
+import sys
+
+import click
+
+from kvstore import __version__
+from kvstore.core.errors import KVStoreError
+
+COMMANDS = {
+    "demo": "kvstore.cli.demo:demo",
+    "serve": "kvstore.cli.serve:serve",
+    "stat": "kvstore.cli.stat:stat",
+}
+"""Subcommand -> module:function. A subcommand's module is imported when it is run or its help is shown."""
+
+SHORT_HELP = {
+    "demo": "Show two engine processes share one prefill.",
+    "serve": "Run the sidecar.",
+    "stat": "Show what a running sidecar holds.",
+}
+"""For `kvstore --help`, which imports none of them."""
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), function)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(SHORT_HELP.items()))
+
+
+@click.command(cls=_Commands)
+@click.version_option(__version__, prog_name="kvstore")
+def cli() -> None:
+    """A tiered KV-cache storage service for LLM inference."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        cli(prog_name="kvstore")
+    except KVStoreError as err:
+        click.echo(f"error: {err.message}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""`kvstore stat`: what a running sidecar holds."""
+
+import json
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.option("--socket", help="Path of the sidecar's local socket.  [default: as for serve]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
+    """Show what a running sidecar holds: bytes by state, blocks, sessions, leases, counters."""
+    from google.protobuf.json_format import MessageToDict
+
+    from kvstore.client import Client
+    from kvstore.proto import kvstore_pb2 as pb
+
+    client = Client(socket, role=pb.TOOL, connect_deadline_s=deadline_s, call_deadline_s=deadline_s)
+    with client:
+        stats = client.stats()
+    if as_json:
+        fields = MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        click.echo(json.dumps(_with_numbers(fields) | {"boot_id": stats.boot_id.hex()}, indent=2, sort_keys=True))
+    else:
+        _print_tables(stats)
+
+
+def _with_numbers(value: Any) -> Any:
+    """protobuf's JSON writes 64-bit integers as text; JSON readers here take them as numbers."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(entry) for entry in value]
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _print_tables(stats: Any) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"kvstore {stats.server_version}  up {stats.uptime_s:,.0f} s  boot {stats.boot_id.hex()}", highlight=False
+    )
+    console.print(
+        f"{stats.num_blocks:,} blocks in {stats.num_namespaces} namespaces, "
+        f"{stats.num_sessions} sessions, {stats.num_leases} leases",
+        highlight=False,
+    )
+    states = ("capacity", "ready", "writing", "leaving", "limbo", "free")
+    tiers = Table("tier", *states, "blocks")
+    for tier in stats.tiers:
+        sizes = [decimal(getattr(tier, f"{state}_bytes")) for state in states]
+        tiers.add_row(tier.name, *sizes, f"{tier.ready_blocks:,}")
+    console.print(tiers)
+    counters = Table("counter", "since start")
+    for name, value in sorted(stats.counters.items()):
+        if value:
+            counters.add_row(name, f"{value:,}")
+    console.print(counters)

@@ -1,0 +1,229 @@
+"""The sidecar's settings: one frozen type, read from a TOML file, the environment and flags, the later ones winning.
+
+Every field has a unit, a default and a range here; nothing else in the project reads a setting. A field `x` is `x = ...`
+in the file, `KVSTORE_X` in the environment, and a flag of `kvstore serve`. Sizes may be written as `512MiB` or `4GiB`.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args
+
+import msgspec
+
+from kvstore.core.errors import ConfigError
+from kvstore.core.limits import (
+    DEFAULT_LEASE_TTL_S,
+    MAX_LEASE_TTL_S,
+    MAX_LIMBO_FRACTION,
+    SEGMENT_BYTES,
+    SLOT_ALIGN_BYTES,
+    UNVERIFIED_DRAIN_S,
+)
+
+ENV_PREFIX = "KVSTORE_"
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of sockaddr_un, less its terminating zero
+_DEFAULT_ARENA_BYTES = 1 << 30
+_SIZE_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _doc(description: str, unit: str = "", **limits: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=description, extra={"unit": unit}, **limits)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `kvstore serve`."""
+
+    socket: Annotated[
+        str, _doc("path of the local socket; empty: $XDG_RUNTIME_DIR/kvstore.sock or /tmp/kvstore-<uid>.sock")
+    ] = ""
+    arena_bytes: Annotated[
+        int,
+        _doc(
+            "size of the arena; 0: 1 GiB or a quarter of the available memory, whichever is less",
+            "bytes",
+            ge=0,
+            le=1 << 46,
+        ),
+    ] = 0
+    segment_bytes: Annotated[
+        int, _doc("part of the arena given to one block size at a time", "bytes", ge=16 * SLOT_ALIGN_BYTES, le=1 << 34)
+    ] = SEGMENT_BYTES
+    lease_ttl_s: Annotated[
+        float, _doc("life of a lease whose request does not say", "seconds", gt=0, le=MAX_LEASE_TTL_S)
+    ] = DEFAULT_LEASE_TTL_S
+    limbo_fraction: Annotated[
+        float, _doc("part of the arena that one engine's ended leases may keep in limbo", "fraction", gt=0, le=1)
+    ] = MAX_LIMBO_FRACTION
+    unverified_drain_s: Annotated[
+        float,
+        _doc(
+            "wait before memory comes back from an engine whose processes cannot be watched", "seconds", ge=0, le=3600
+        ),
+    ] = UNVERIFIED_DRAIN_S
+    grpc: Annotated[bool, _doc("serve gRPC on <socket>.grpc")] = True
+    grpc_tcp: Annotated[str, _doc("serve gRPC on this host:port too; empty: no")] = ""
+    grpc_tls_cert: Annotated[str, _doc("PEM file with the certificate that gRPC over TCP shows")] = ""
+    grpc_tls_key: Annotated[str, _doc("PEM file with its private key")] = ""
+    grpc_tls_client_ca: Annotated[str, _doc("PEM file with the authorities that sign clients' certificates")] = ""
+    metrics_port: Annotated[int, _doc("port of /metrics and /healthz; 0: off", "port", ge=0, le=65535)] = 0
+    metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
+    log_level: Annotated[str, _doc(f"one of {', '.join(_LOG_LEVELS)}")] = "info"
+
+    def __post_init__(self) -> None:
+        if self.log_level not in _LOG_LEVELS:
+            raise _wrong("log_level", self.log_level, f"use one of {', '.join(_LOG_LEVELS)}")
+        if self.segment_bytes % SLOT_ALIGN_BYTES:
+            raise _wrong("segment_bytes", self.segment_bytes, f"use a multiple of {SLOT_ALIGN_BYTES}")
+        if 0 < self.arena_bytes < self.segment_bytes:
+            raise _wrong("arena_bytes", self.arena_bytes, f"use at least one segment, {self.segment_bytes}")
+        longest = MAX_SOCKET_PATH_BYTES - len(".grpc")
+        if len(os.fsencode(self.socket)) > longest:
+            raise _wrong("socket", self.socket, f"a Unix socket's path has at most {longest} bytes here")
+        self._check_tcp()
+
+    def _check_tcp(self) -> None:
+        tls = {name: getattr(self, name) for name in ("grpc_tls_cert", "grpc_tls_key", "grpc_tls_client_ca")}
+        for name, value in tls.items():
+            if bool(value) != any(tls.values()):
+                raise _wrong(
+                    name, value, "mutual TLS needs grpc_tls_cert, grpc_tls_key and grpc_tls_client_ca together"
+                )
+        if not self.grpc_tcp:
+            return
+        host, _, port = self.grpc_tcp.rpartition(":")
+        if not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+            raise _wrong("grpc_tcp", self.grpc_tcp, "use host:port, such as 0.0.0.0:7077")
+        if host not in ("127.0.0.1", "localhost", "[::1]") and not any(tls.values()):
+            raise _wrong("grpc_tcp", self.grpc_tcp, "an address beyond this host needs mutual TLS (grpc_tls_cert, ...)")
+
+
+class Setting(NamedTuple):
+    """A field of Config, for help texts and error messages."""
+
+    name: str
+    kind: Any
+    default: object
+    unit: str
+    description: str
+    right: str  # what a value must be, in words
+
+
+def settings() -> Iterator[Setting]:
+    """Every field of Config, in order."""
+    for field in msgspec.structs.fields(Config):
+        base, meta = get_args(field.type)
+        unit = meta.extra["unit"]
+        yield Setting(field.name, field.type, field.default, unit, meta.description, _right(base, meta, unit))
+
+
+def load_config(
+    *,
+    file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Config:
+    """Settings from `file`, then `environ`, then `flags` (None values are skipped). Raises ConfigError, which names the
+    field, the value, where it came from and what would be right."""
+    known = {setting.name: setting for setting in settings()}
+    chosen: dict[str, Any] = {}
+    for source, given in (
+        (f"in {file}", _read_toml(file) if file else {}),
+        ("in the environment", _from_environment(environ or {}, known)),
+        ("as a flag", {name: value for name, value in (flags or {}).items() if value is not None}),
+    ):
+        for name, value in given.items():
+            if name not in known:
+                raise _unknown(name, source, known)
+            chosen[name] = _convert(known[name], value, source)
+    return Config(**chosen)
+
+
+def parse_size(text: str | int) -> int:
+    """`4GiB`, `512 MiB`, `4096` -> bytes. Raises ValueError."""
+    if isinstance(text, int):
+        return text
+    digits = text.strip().rstrip("BbIiKkMmGgTt ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    if unit in _SIZE_UNITS:
+        return int(float(digits) * _SIZE_UNITS[unit])
+    raise ValueError(f"unknown unit {unit!r}")
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest exact way to write a size."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and nbytes % scale == 0:
+            return f"{nbytes // scale}{unit}"
+    return f"{nbytes}B"
+
+
+def default_socket_path() -> str:
+    """$KVSTORE_SOCKET, or kvstore.sock in $XDG_RUNTIME_DIR, or /tmp/kvstore-<uid>.sock."""
+    if path := os.environ.get(ENV_PREFIX + "SOCKET"):
+        return path
+    if runtime_dir := os.environ.get("XDG_RUNTIME_DIR"):
+        return str(Path(runtime_dir) / "kvstore.sock")
+    return f"/tmp/kvstore-{os.getuid()}.sock"  # noqa: S108 - the server makes it 0600 and takes nobody else's
+
+
+def arena_nbytes(config: Config, available_bytes: int) -> int:
+    """The arena's size in whole segments. Raises ConfigError when it does not fit into `available_bytes`."""
+    wanted = config.arena_bytes or min(_DEFAULT_ARENA_BYTES, available_bytes // 4)
+    nbytes = wanted // config.segment_bytes * config.segment_bytes
+    if nbytes > available_bytes:
+        raise _wrong(
+            "arena_bytes", config.arena_bytes, f"{available_bytes / (1 << 30):.1f}GiB of memory are available here"
+        )
+    if nbytes == 0:
+        raise _wrong("segment_bytes", config.segment_bytes, f"an arena of {wanted} bytes has no room for one segment")
+    return nbytes
+
+
+def _read_toml(file: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text())
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"config: cannot read {file}: {err}", field="config", value=str(file)) from err
+
+
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, str]:
+    """KVSTORE_<FIELD>. Other names with the prefix are let pass unless they look like a misspelt field: a Kubernetes
+    service called kvstore puts KVSTORE_PORT and more of the kind into every pod."""
+    found = {}
+    for variable, value in environ.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if variable.startswith(ENV_PREFIX) and (name in known or difflib.get_close_matches(name, known, cutoff=0.85)):
+            found[name] = value
+    return found
+
+
+def _convert(setting: Setting, value: object, source: str) -> object:
+    try:
+        if setting.unit == "bytes" and isinstance(value, str):
+            value = parse_size(value)
+        return msgspec.convert(value, setting.kind, strict=not isinstance(value, str))
+    except (ValueError, OverflowError) as err:  # msgspec.ValidationError is a ValueError
+        raise _wrong(setting.name, value, f"{source}: {setting.right}") from err
+
+
+def _unknown(name: str, source: str, known: Mapping[str, Setting]) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return ConfigError(f"{name}: not a setting ({source}); {hint}", field=name, value="")
+
+
+def _wrong(field: str, value: object, right: str) -> ConfigError:
+    return ConfigError(f"{field}: {value!r} is not right; {right}", field=field, value=str(value))
+
+
+def _right(base: type, meta: msgspec.Meta, unit: str) -> str:
+    low = f"from {meta.ge}" if meta.ge is not None else f"above {meta.gt}" if meta.gt is not None else ""
+    high = f"to {meta.le}" if meta.le is not None else ""
+    kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}[base.__name__]
+    if unit == "bytes":
+        kind = "a size such as 4GiB"
+    return " ".join(part for part in ("use", kind, low, high, f"({unit})" if unit else "") if part)

@@ -1,0 +1,429 @@
+"""Message in, message out: every field is checked here, whichever carrier brought it.
+
+A wrong field raises an error that names the field, the value and what would be right; the carrier answers it and the
+connection goes on. Runs on the loop thread, inside one turn: between two calls every invariant of the store holds.
+"""
+
+import logging
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from kvstore import __version__
+from kvstore.core.blocks import Extent
+from kvstore.core.clock import Clock
+from kvstore.core.errors import KVStoreError, LeaseRefused, Overloaded, RemoteProtocolError, SpecMismatch
+from kvstore.core.keys import NAMESPACE_NBYTES, KVSpec, unpack_keys
+from kvstore.core.limits import (
+    DEFAULT_LEASE_TTL_S,
+    MAX_KEYS_PER_CALL,
+    MAX_LEASE_TTL_S,
+    MAX_LEASES_PER_INSTANCE,
+    MAX_REQUEST_ID_BYTES,
+    MAX_SPECS_PER_HELLO,
+)
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.sessions import Peer, Session, Sessions
+from kvstore.store import NamespaceInfo, Store
+from kvstore.transport.frames import Verb
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+INSTANCE_NBYTES = 16
+MAX_TENANT_BYTES = 256
+MAX_RANK = 65535
+_MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
+_U64_NBYTES = 8
+
+
+class ArenaSize(Protocol):
+    """What Hello says of the arena (tiers/arena.py)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Whole size."""
+        ...
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of a segment."""
+        ...
+
+    @property
+    def faulted_nbytes(self) -> int:
+        """From the start, touched so far."""
+        ...
+
+
+class _Route(NamedTuple):
+    handler: Callable[[Session, Any], Message]
+    who: Callable[[Session], None]
+
+
+class Dispatcher:
+    """The verbs over one store. `on_leases_changed` is called after every verb that may move the next expiry."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        sessions: Sessions,
+        arena: ArenaSize,
+        boot_id: bytes,
+        clock: Clock,
+        lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
+        on_leases_changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._arena = arena
+        self._boot_id = boot_id
+        self._clock = clock
+        self._lease_ttl_s = lease_ttl_s
+        self._on_leases_changed = on_leases_changed
+        self._started_s = clock.now_s()
+        self.counters: Counter[str] = Counter()
+        self._routes = {
+            Verb.MATCH: _Route(self._match, self._anyone),
+            Verb.ACQUIRE: _Route(self._acquire, self._engines),
+            Verb.RELEASE: _Route(self._release, self._engines),
+            Verb.RENEW: _Route(self._renew, self._engines),
+            Verb.RESERVE: _Route(self._reserve, self._writers),
+            Verb.COMMIT: _Route(self._commit, self._engines),
+            Verb.ABORT: _Route(self._abort, self._engines),
+            Verb.DROP: _Route(self._drop, self._anyone),
+            Verb.STATS: _Route(self._stats, self._anyone),
+        }
+
+    def parse(self, verb: Verb, body: bytes) -> Message:
+        """The request in a body. Raises RemoteProtocolError."""
+        request = _REQUESTS[verb]()
+        try:
+            request.ParseFromString(body)
+        except DecodeError as err:
+            raise _wrong("body", f"{len(body)} bytes", f"a {request.DESCRIPTOR.name} is expected: {err}") from err
+        return request
+
+    def hello(self, request: pb.HelloRequest, peer: Peer) -> tuple[Session, pb.HelloReply]:
+        """Open a session for a connection. Takes `peer.pidfd` unless it raises. Carriers without a connection of their own
+        add a token to the reply."""
+        self.counters["calls_hello_total"] += 1
+        specs = _check_hello(request, peer)
+        infos = [self._store.open_namespace(spec, request.tenant) for spec in specs]
+        session = self._sessions.open(
+            instance=request.instance,
+            tenant=request.tenant,
+            role=request.role,
+            rank=request.rank,
+            namespaces=frozenset(info.namespace for info in infos),
+            has_arena=request.want_arena,
+            cuda_registered=request.cuda_registered,
+            peer=peer,
+        )
+        return session, pb.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            server_version=__version__,
+            boot_id=self._boot_id,
+            session_id=session.session_id,
+            namespaces=[_namespace_reply(info) for info in infos],
+            arena_nbytes=self._arena.nbytes,
+            segment_nbytes=self._arena.segment_bytes,
+            faulted_nbytes=self._arena.faulted_nbytes,
+            lease_ttl_s=self._lease_ttl_s,
+        )
+
+    def call(self, session: Session, verb: Verb, request: Message) -> Message:
+        """Any verb but Hello. Raises KVStoreError; then nothing has changed, but for what Release and Abort confirm."""
+        route = self._routes.get(verb)
+        if route is None:
+            raise _wrong("verb", "Hello", "it is said once, as the first frame of a connection")
+        self.counters[f"calls_{verb.name.lower()}_total"] += 1
+        route.who(session)
+        return route.handler(session, request)
+
+    def error_reply(self, err: KVStoreError) -> pb.ErrorReply:
+        """An error as it travels; counted."""
+        self.counters[f"errors_{err.code}_total"] += 1
+        return pb.ErrorReply(
+            code=err.code,
+            message=_travelling(err.message),
+            fields={name: _travelling(str(value)) for name, value in err.fields.items()},
+            retryable=err.retryable,
+            boot_id=self._boot_id,
+        )
+
+    def crashed(self, err: Exception) -> pb.ErrorReply:
+        """What a client is told when we have a bug. The carrier closes the connection behind it."""
+        logger.error("request crashed", exc_info=err)
+        self.counters["crashes_total"] += 1
+        return pb.ErrorReply(
+            code=KVStoreError.code, message="the sidecar has a bug; its log says more", boot_id=self._boot_id
+        )
+
+    def stats(self) -> pb.StatsReply:
+        """A snapshot for tools and metrics."""
+        stats = self._store.stats()
+        return pb.StatsReply(
+            boot_id=self._boot_id,
+            server_version=__version__,
+            uptime_s=self._clock.now_s() - self._started_s,
+            tiers=[pb.TierStats(**tier._asdict()) for tier in stats.tiers],
+            num_blocks=stats.num_blocks,
+            num_namespaces=stats.num_namespaces,
+            num_sessions=len(self._sessions),
+            num_leases=stats.num_leases,
+            counters={**stats.counters, **self.counters},
+        )
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def _match(self, session: Session, request: pb.MatchRequest) -> pb.MatchReply:
+        keys = self._keys(session, request.namespace, request.keys)
+        match = self._store.match(request.namespace, keys, self._clock.now_s())
+        return pb.MatchReply(num_blocks=match.num_blocks, tiers=match.tiers, boot_id=self._boot_id)
+
+    def _acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
+        keys = self._keys(session, request.namespace, request.keys)
+        _check_request_id(request.request_id)
+        if request.first_needed > len(keys):
+            raise _wrong("first_needed", request.first_needed, f"{len(keys)} keys are given")
+        for field in ("compute_wait_s", "deadline_s"):
+            _check_duration(field, getattr(request, field))
+        _check_enum("order", request.order, pb.Order)
+        now_s = self._clock.now_s()
+        grant = self._store.acquire(
+            session.holder,
+            request.request_id,
+            request.namespace,
+            keys,
+            request.first_needed,
+            self._ttl_s(request.ttl_s),
+            now_s,
+        )
+        self._on_leases_changed()
+        return pb.AcquireReply(
+            lease_id=grant.lease_id,
+            expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
+            num_blocks=grant.num_blocks,
+            offsets=_offsets(grant.extents),
+            generations=_generations(grant.extents),
+            ready=b"\x01" * len(grant.extents),
+            boot_id=self._boot_id,
+        )
+
+    def _release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        _check_enum("outcome", request.outcome, pb.Outcome, low=1)
+        self._store.release(session.holder, request.lease_id, self._clock.now_s())
+        return pb.ReleaseReply(boot_id=self._boot_id)
+
+    def _renew(self, session: Session, request: pb.RenewRequest) -> pb.RenewReply:
+        packed = request.lease_ids
+        if len(packed) % _U64_NBYTES:
+            raise _wrong("lease_ids", f"{len(packed)} bytes", f"use {_U64_NBYTES} bytes for each id, little-endian")
+        if len(packed) > MAX_LEASES_PER_INSTANCE * _U64_NBYTES:
+            raise Overloaded(
+                f"lease_ids: {len(packed) // _U64_NBYTES} in one call; at most {MAX_LEASES_PER_INSTANCE} are allowed",
+                limit="MAX_LEASES_PER_INSTANCE",
+                value=len(packed) // _U64_NBYTES,
+            )
+        lease_ids = np.frombuffer(packed, "<u8").tolist()
+        ended = self._store.renew(session.holder, lease_ids, self._ttl_s(request.ttl_s), self._clock.now_s())
+        self._on_leases_changed()
+        return pb.RenewReply(ended_lease_ids=np.array(ended, "<u8").tobytes(), boot_id=self._boot_id)
+
+    def _reserve(self, session: Session, request: pb.ReserveRequest) -> pb.ReserveReply:
+        keys = self._keys(session, request.namespace, request.keys)
+        _check_request_id(request.request_id)
+        digest_nbytes = self._store.digest_nbytes(request.namespace)
+        if len(request.parent) not in (0, digest_nbytes):
+            raise _wrong("parent", f"{len(request.parent)} bytes", f"use {digest_nbytes}, or none for a first block")
+        now_s = self._clock.now_s()
+        grant = self._store.reserve(
+            session.holder,
+            request.request_id,
+            request.namespace,
+            request.parent,
+            keys,
+            self._ttl_s(request.ttl_s),
+            now_s,
+        )
+        self._on_leases_changed()
+        return pb.ReserveReply(
+            lease_id=grant.lease_id,
+            expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
+            statuses=bytes(grant.statuses),
+            offsets=_offsets(grant.extents),
+            generations=_generations(grant.extents),
+            declined_reason=grant.declined_reason,
+            boot_id=self._boot_id,
+        )
+
+    def _commit(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        keys = None
+        if request.keys:
+            digest_nbytes = self._store.lease_digest_nbytes(session.holder, request.lease_id)
+            keys = _unpacked(request.keys, digest_nbytes)
+        num_committed = self._store.commit(session.holder, request.lease_id, keys, self._clock.now_s())
+        return pb.CommitReply(num_committed=num_committed, boot_id=self._boot_id)
+
+    def _abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortReply:
+        self._store.abort(session.holder, request.lease_id, self._clock.now_s())
+        return pb.AbortReply(boot_id=self._boot_id)
+
+    def _drop(self, session: Session, request: pb.DropRequest) -> pb.DropReply:
+        if request.all == bool(request.keys):
+            raise _wrong("all", request.all, "give keys, or all = true and no keys")
+        keys = self._keys(session, request.namespace, request.keys)
+        num_dropped = self._store.drop(request.namespace, None if request.all else keys)
+        return pb.DropReply(num_dropped=num_dropped, boot_id=self._boot_id)
+
+    def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:
+        return self.stats()
+
+    # --- who may ------------------------------------------------------------------------------------------------------
+
+    def _anyone(self, _session: Session) -> None:
+        return
+
+    def _engines(self, session: Session) -> None:
+        if not session.holder.instance:
+            raise _wrong(
+                "instance", "none", "leases belong to an engine: say Hello with an instance and an engine's role"
+            )
+
+    def _writers(self, session: Session) -> None:
+        self._engines(session)
+        if not self._sessions.may_write(session):
+            raise LeaseRefused(
+                "want_arena: nobody of this instance was handed the arena; say Hello with it over the local socket",
+                limit="want_arena",
+                value=0,
+            )
+
+    # --- fields -------------------------------------------------------------------------------------------------------
+
+    def _keys(self, session: Session, namespace: bytes, packed: bytes) -> list[bytes]:
+        """The keys, after checking that the session may name the namespace."""
+        if len(namespace) != NAMESPACE_NBYTES:
+            raise _wrong("namespace", f"{len(namespace)} bytes", f"use the {NAMESPACE_NBYTES} bytes of the Hello reply")
+        operator = session.role == pb.TOOL and session.peer.trusted  # may name what the store knows
+        if namespace not in session.namespaces and not operator:
+            raise SpecMismatch(
+                f"namespace: {namespace.hex()} was not opened by this session; name its spec in Hello",
+                field="namespace",
+                value=namespace.hex(),
+            )
+        return _unpacked(packed, self._store.digest_nbytes(namespace))
+
+    def _ttl_s(self, wish_s: float) -> float:
+        _check_duration("ttl_s", wish_s)
+        return min(wish_s or self._lease_ttl_s, MAX_LEASE_TTL_S)
+
+
+_REQUESTS: dict[Verb, type[Message]] = {
+    Verb.HELLO: pb.HelloRequest,
+    Verb.MATCH: pb.MatchRequest,
+    Verb.ACQUIRE: pb.AcquireRequest,
+    Verb.RELEASE: pb.ReleaseRequest,
+    Verb.RENEW: pb.RenewRequest,
+    Verb.RESERVE: pb.ReserveRequest,
+    Verb.COMMIT: pb.CommitRequest,
+    Verb.ABORT: pb.AbortRequest,
+    Verb.DROP: pb.DropRequest,
+    Verb.STATS: pb.StatsRequest,
+}
+
+
+def _check_hello(request: pb.HelloRequest, peer: Peer) -> list[KVSpec]:
+    """Everything that needs no store; the specs, read."""
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise _wrong("protocol_version", request.protocol_version, f"this sidecar speaks {PROTOCOL_VERSION}")
+    _check_enum("role", request.role, pb.Role, low=1)
+    tool = request.role == pb.TOOL
+    if len(request.instance) != (0 if tool else INSTANCE_NBYTES):
+        right = (
+            "tools give none"
+            if tool
+            else f"engines give {INSTANCE_NBYTES} random ones, the same in all their processes"
+        )
+        raise _wrong("instance", f"{len(request.instance)} bytes", right)
+    if request.want_arena and (tool or not peer.local):
+        raise _wrong("want_arena", request.want_arena, "only engines get the arena, and only over the local socket")
+    if request.rank > MAX_RANK:
+        raise _wrong("rank", request.rank, f"use at most {MAX_RANK}")
+    if len(request.tenant.encode()) > MAX_TENANT_BYTES:
+        raise _wrong("tenant", request.tenant, f"use at most {MAX_TENANT_BYTES} bytes")
+    if len(request.specs) > MAX_SPECS_PER_HELLO:
+        raise _wrong("specs", f"{len(request.specs)} specs", f"use at most {MAX_SPECS_PER_HELLO}")
+    return [_read_spec(encoded) for encoded in request.specs]
+
+
+def _read_spec(encoded: bytes) -> KVSpec:
+    try:
+        return KVSpec.from_canonical(encoded)
+    except RecursionError as err:
+        raise SpecMismatch("spec: nested too deeply to be one", field="spec", value=len(encoded)) from err
+
+
+def _namespace_reply(info: NamespaceInfo) -> pb.NamespaceReply:
+    return pb.NamespaceReply(
+        namespace=info.namespace,
+        block_nbytes=info.block_nbytes,
+        num_blocks=info.num_blocks,
+        near_misses=[
+            pb.NearMiss(namespace=miss.namespace, differing_fields=miss.differing_fields, num_blocks=miss.num_blocks)
+            for miss in info.near_misses
+        ],
+    )
+
+
+def _unpacked(packed: bytes, digest_nbytes: int) -> list[bytes]:
+    num_keys = len(packed) // digest_nbytes
+    if num_keys > MAX_KEYS_PER_CALL:
+        raise Overloaded(
+            f"keys: {num_keys} in one call; at most {MAX_KEYS_PER_CALL} are allowed",
+            limit="MAX_KEYS_PER_CALL",
+            value=num_keys,
+        )
+    return unpack_keys(packed, digest_nbytes)
+
+
+def _check_request_id(request_id: str) -> None:
+    nbytes = len(request_id.encode())
+    if not 0 < nbytes <= MAX_REQUEST_ID_BYTES:
+        raise _wrong("request_id", f"{nbytes} bytes", f"use 1 to {MAX_REQUEST_ID_BYTES}")
+
+
+def _check_duration(field: str, value_s: float) -> None:
+    if not (math.isfinite(value_s) and value_s >= 0):
+        raise _wrong(field, value_s, "use seconds, 0 or more (0: the default)")
+
+
+def _check_enum(field: str, value: int, enum: Any, *, low: int = 0) -> None:
+    known = [number for number in enum.values() if number >= low]
+    if value not in known:
+        raise _wrong(field, value, "use " + ", ".join(f"{number} ({enum.Name(number)})" for number in known))
+
+
+def _offsets(extents: Sequence[Extent]) -> bytes:
+    return array("Q", map(itemgetter(0), extents)).tobytes()
+
+
+def _generations(extents: Sequence[Extent]) -> bytes:
+    return array("Q", map(itemgetter(2), extents)).tobytes()
+
+
+def _travelling(text: str) -> str:
+    """Text that fits into a protobuf string: no lone surrogates, not endless."""
+    return text[:_MAX_ERROR_TEXT].encode("utf-8", "backslashreplace").decode()
+
+
+def _wrong(field: str, value: object, right: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"{field}: {value} is not right; {right}", field=field, value=str(value))
