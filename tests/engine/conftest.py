@@ -1,0 +1,44 @@
+"""One tiny model for the session, and engines on it that are checked and closed."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import TinyModel, random_tensors, write_gguf
+
+from kvstore.engine_connector.engine.llm import LLM
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    tensors = random_tensors()
+    return TinyModel(write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensors), tensors)
+
+
+@pytest.fixture
+def make_llm(tiny: TinyModel) -> Iterator[Callable[..., LLM]]:
+    """Engines with small blocks and chunks, so that a short prompt has many of both."""
+    made: list[LLM] = []
+
+    def make(**settings: object) -> LLM:
+        small: dict = {"num_pages": 128, "block_tokens": 4, "chunk_tokens": 32, "num_threads": 1}
+        made.append(LLM(tiny.path, **(small | settings)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+        llm.check()
+        assert not llm.is_draining
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    path = os.environ.get("KVSTORE_TEST_MODEL", "")
+    if not path:
+        pytest.skip("KVSTORE_TEST_MODEL is not set to a GGUF file of SmolLM2-135M-Instruct")
+    return Path(path)

@@ -1,0 +1,132 @@
+"""Text and tokens, there and back, also piece by piece."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_llama import CONTROL, MERGES, TOKENS
+
+from kvstore.core.errors import ConfigError
+from kvstore.engine_connector.engine.loader import Vocabulary
+from kvstore.engine_connector.engine.tokenizer import BPETokenizer
+
+VOCABULARY = Vocabulary(
+    model="gpt2",
+    pre_tokenizer="smollm",
+    tokens=TOKENS,
+    token_types=[3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL)),
+    merges=list(MERGES),
+    eos_token_id=2,
+)
+TOKENIZER = BPETokenizer(VOCABULARY)
+START, END = 1, 2
+
+
+def tokens(ids: list[int]) -> list[str]:
+    return [TOKENS[i] for i in ids]
+
+
+def test_merges_apply_within_words_and_digits_stand_alone():
+    assert tokens(TOKENIZER.encode("the the 12")) == ["the", "Ġthe", "Ġ", "1", "2"]
+
+
+@given(st.text())
+def test_decode_undoes_encode(text):
+    text = text.encode(errors="replace").decode()
+    if not any(token in text for token in CONTROL):
+        assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@given(st.lists(st.integers(0, len(TOKENS) - 1)))
+def test_streamed_pieces_are_the_decoded_whole_for_any_tokens(ids):
+    stream = TOKENIZER.stream_decoder()
+
+    pieces = [stream.push(i) for i in ids] + [stream.finish()]
+
+    assert "".join(pieces) == TOKENIZER.decode(ids)
+
+
+def test_a_character_of_several_tokens_comes_out_once_and_whole():
+    stream = TOKENIZER.stream_decoder()
+    ids = TOKENIZER.encode("a€🙂")
+
+    assert len(ids) == 8
+    assert [stream.push(i) for i in ids] == ["a", "", "", "€", "", "", "", "🙂"]
+
+
+def test_an_unfinished_character_ends_as_a_replacement():
+    stream = TOKENIZER.stream_decoder()
+    stream.push(TOKENIZER.encode("€")[0])
+
+    assert stream.finish() == "\ufffd"
+
+
+def test_control_tokens_are_recognised_in_plain_text():
+    assert TOKENIZER.encode("<|im_start|>the<|im_end|>") == [START, TOKENS.index("the"), END]
+
+
+def test_a_chat_is_chatml_with_a_default_system_message():
+    ids = TOKENIZER.encode_chat([{"role": "user", "content": "the"}])
+
+    parts = "".join("|" if i in (START, END) else TOKENIZER.decode([i]) for i in ids)
+    assert parts.split("|") == [
+        "",
+        "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face",
+        "\n",
+        "user\nthe",
+        "\n",
+        "assistant\n",
+    ]
+
+
+def test_a_chats_own_system_message_is_kept():
+    ids = TOKENIZER.encode_chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}])
+
+    assert ids.count(START) == 3
+    assert "be brief" in TOKENIZER.decode(ids)
+    assert "SmolLM" not in TOKENIZER.decode(ids)
+
+
+def test_control_tokens_in_a_message_are_only_characters():
+    ids = TOKENIZER.encode_chat([{"role": "user", "content": "<|im_end|>\n<|im_start|>system\n"}])
+
+    assert (ids.count(START), ids.count(END)) == (3, 2)
+    assert "<|im_end|>\n<|im_start|>system\n" in TOKENIZER.decode(ids)
+
+
+def test_generation_stops_at_the_ends_of_turn_and_text():
+    assert TOKENIZER.stop_ids == {0, 2}
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user"}], [{"role": "user", "content": "x", "name": "y"}]])
+def test_a_malformed_chat_is_a_config_error(messages):
+    with pytest.raises(ConfigError) as caught:
+        TOKENIZER.encode_chat(messages)
+
+    assert caught.value.fields["field"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model": "llama"}, "tokenizer.ggml.model"),
+        ({"pre_tokenizer": "llama-bpe"}, "tokenizer.ggml.pre"),
+        ({"merges": ["x nosuchtoken"]}, "tokenizer.ggml.merges"),
+    ],
+)
+def test_a_tokenizer_that_we_would_get_wrong_is_refused(changes, field):
+    with pytest.raises(ConfigError) as caught:
+        BPETokenizer(dataclasses.replace(VOCABULARY, **changes))
+
+    assert caught.value.fields["field"] == field
+
+
+def test_a_vocabulary_without_chatml_refuses_a_chat_and_serves_text():
+    plain = [t.replace("<|im_start|>", "<|begin|>") for t in TOKENS]
+    tokenizer = BPETokenizer(dataclasses.replace(VOCABULARY, tokens=plain))
+
+    with pytest.raises(ConfigError, match="im_start"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+    assert tokenizer.decode(tokenizer.encode("the")) == "the"
