@@ -1,0 +1,25 @@
+"""What Store counts since start, with the sentence that metrics show."""
+
+COUNTERS = {
+    "hit_blocks_total": "Blocks asked for by match and found.",
+    "miss_blocks_total": "Blocks asked for by match and not found.",
+    "acquired_blocks_total": "Blocks granted to readers.",
+    "reserved_blocks_total": "Slots granted to writers.",
+    "held_blocks_total": "Blocks that writers offered and the store held already.",
+    "stored_blocks_total": "Blocks committed.",
+    "aborted_blocks_total": "Slots given back by their writer without a commit.",
+    "expired_blocks_total": "Slots whose writer's lease expired before the commit.",
+    "evicted_blocks_total": "Blocks given up to make room.",
+    "dropped_blocks_total": "Blocks removed by drop.",
+    "declined_blocks_no_space_total": "Blocks declined because everything else is in use.",
+    "declined_blocks_orphan_total": "Blocks declined because their parent is not held.",
+    "declined_blocks_leaving_total": "Blocks declined because a dropped copy of them is still being used.",
+    "granted_leases_total": "Leases granted.",
+    "expired_leases_total": "Leases that expired, by time or with their connection.",
+    "refused_leases_total": "Leases refused: too many, or too much in limbo.",
+}
+
+
+def new_counters() -> dict[str, int]:
+    """All counters at 0."""
+    return dict.fromkeys(COUNTERS, 0)

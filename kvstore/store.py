@@ -1,0 +1,528 @@
+"""The store's decisions: who gets which slot, which blocks are found, what goes when there is no room."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.blocks import Extent, Holder, KeyStatus, SlotArrays
+from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
+from kvstore.core.events import Event
+from kvstore.core.keys import KVSpec, differing_fields
+from kvstore.core.limits import MAX_KEYS_PER_CALL, MAX_LEASES_PER_INSTANCE, MAX_LIMBO_FRACTION, MAX_NAMESPACES
+from kvstore.core.plans import Match, ReadGrant, WriteGrant
+from kvstore.core.ports import SlotSpace
+from kvstore.counters import new_counters
+from kvstore.eviction import EvictionPolicy, LeafLru
+from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows
+from kvstore.inventory import Inventory
+from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
+from kvstore.placements import LEAVING, NONE, READY, WRITING, PlacementTable
+
+MAX_NEAR_MISSES = 8
+"""Near misses told at Hello, those with most blocks first. More help nobody find the field that differs."""
+
+_SHAPE_FIELDS = frozenset({"num_layers", "num_kv_heads", "head_dim", "planes"})
+_new_extent: Callable[[tuple[int, int, int]], Extent] = partial(tuple.__new__, Extent)  # 3 x faster than Extent(...)
+
+
+class NearMiss(NamedTuple):
+    """Another namespace of the tenant that could have been this one, were it not for some fields."""
+
+    namespace: bytes
+    differing_fields: tuple[str, ...]
+    num_blocks: int
+
+
+class NamespaceInfo(NamedTuple):
+    """What Hello tells about a namespace. `num_blocks` are READY."""
+
+    namespace: bytes
+    block_nbytes: int
+    num_blocks: int
+    near_misses: tuple[NearMiss, ...]
+
+
+class TierStats(NamedTuple):
+    """Bytes of a tier, by slot; ready + writing + leaving + limbo + free = capacity (I3)."""
+
+    name: str
+    capacity_bytes: int
+    ready_bytes: int
+    writing_bytes: int
+    leaving_bytes: int
+    limbo_bytes: int
+    free_bytes: int
+    ready_blocks: int
+
+
+class StoreStats(NamedTuple):
+    """A snapshot. `counters` are those of kvstore/counters.py."""
+
+    tiers: tuple[TierStats, ...]
+    num_blocks: int
+    num_namespaces: int
+    num_leases: int
+    num_expired_leases: int
+    counters: dict[str, int]
+
+
+class Store:
+    """Index, leases and eviction behind the verbs of the protocol. Plain synchronous code; one thread, the loop's, calls.
+
+    `now_s` is on one monotonic clock and never goes back. A call that raises has changed nothing, except that leases
+    past their time have expired, and that release and abort of an expired lease confirm its end. Keys of a call are those
+    of one sequence, in order; the same key twice raises ProtocolError.
+    """
+
+    def __init__(
+        self,
+        *,
+        pinned: SlotSpace,
+        on_event: Callable[[Event], None] | None = None,
+        limbo_fraction: float = MAX_LIMBO_FRACTION,
+        max_leases_per_instance: int = MAX_LEASES_PER_INSTANCE,
+        make_policy: Callable[[BlockIndex, PlacementTable], EvictionPolicy] = LeafLru,
+    ) -> None:
+        self._blocks = Inventory(pinned, make_policy, on_event)
+        self._index = self._blocks.index
+        self._limbo_fraction = limbo_fraction
+        self._leases = LeaseTable(max_leases_per_instance=max_leases_per_instance)
+        self._counters = new_counters()
+
+    # --- namespaces -------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, spec: KVSpec, tenant: str) -> NamespaceInfo:
+        """Make the spec's namespace known and tell what it holds.
+
+        Raises SpecMismatch when a block does not fit a segment, Overloaded when there are MAX_NAMESPACES already.
+        """
+        namespace = spec.namespace(tenant)
+        entry = self._index.find_namespace(namespace)
+        if entry is None:
+            slot_nbytes = self._blocks.slots.slot_nbytes(spec.block_nbytes)
+            if len(self._index.namespaces) >= MAX_NAMESPACES:
+                raise Overloaded(
+                    f"{MAX_NAMESPACES} namespaces are open already (MAX_NAMESPACES)",
+                    limit="MAX_NAMESPACES",
+                    value=MAX_NAMESPACES,
+                )
+            entry = self._index.open_namespace(namespace, spec, tenant, slot_nbytes)
+            self._blocks.table.grow()
+        return NamespaceInfo(namespace, spec.block_nbytes, self._blocks.num_ready(entry), self._near_misses(entry))
+
+    def digest_nbytes(self, namespace: bytes) -> int:
+        """Length of the namespace's keys. Raises SpecMismatch when it is not open."""
+        return self._namespace(namespace).spec.hash.digest_nbytes
+
+    def lease_digest_nbytes(self, holder: Holder, lease_id: int) -> int:
+        """Length of the keys of a live lease. Raises LeaseExpired, UnknownLease."""
+        lease = self._leases.find_live(holder, lease_id)
+        return self._index.namespace_of(int(lease.rows[lease.pending][0])).spec.hash.digest_nbytes
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, keys: Sequence[bytes], now_s: float) -> Match:  # noqa: ARG002 - part of the contract
+        """The longest READY prefix. Changes nothing but recency (I5); to read the blocks, acquire them."""
+        _check_count(keys)
+        rows = self._blocks.ready_prefix(self._namespace(namespace), keys)
+        self._index.touch(rows)
+        self._counters["hit_blocks_total"] += len(rows)
+        self._counters["miss_blocks_total"] += len(keys) - len(rows)
+        return Match(len(rows), bytes(len(rows)))
+
+    def acquire(  # noqa: PLR0917 - the protocol's fields, in its order
+        self,
+        holder: Holder,
+        request_id: str,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        first_needed: int,
+        ttl_s: float,
+        now_s: float,
+    ) -> ReadGrant:
+        """Lease the READY prefix from block `first_needed` on. Nothing to lease: lease 0, which needs no release.
+
+        The same request again (same id, same arguments) renews and answers with the live lease it got. Raises
+        ProtocolError when the id was used for another request, LeaseRefused when the instance may not have a lease now.
+        """
+        self.expire(now_s)
+        entry = self._namespace(namespace)
+        request = fingerprint(namespace, keys, first_needed.to_bytes(8, "little", signed=True))
+        lease = self._find_request(holder, LeaseKind.READ, request_id, request)
+        if lease is None:
+            _check_count(keys)
+            rows = self._blocks.ready_prefix(entry, keys)
+            needed = rows[max(first_needed, 0) :]
+            _check_distinct(len(set(needed.tolist())), len(needed))
+            if not len(needed):
+                self._index.touch(rows)
+                return ReadGrant(0, now_s, len(rows), ())
+            self._check_allowed(holder.instance)
+            self._index.touch(rows)
+            self._blocks.ref(needed)
+            lease = self._grant(holder, LeaseKind.READ, request_id, request, entry, needed, expiry_s(ttl_s, now_s))
+            lease.first_needed = len(rows) - len(needed)
+            self._counters["acquired_blocks_total"] += len(needed)
+        else:
+            self._leases.renew(lease, expiry_s(ttl_s, now_s))
+        num_blocks = lease.first_needed + len(lease.rows)
+        return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, _extents(lease.slots, entry))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def reserve(  # noqa: PLR0917 - likewise
+        self,
+        holder: Holder,
+        request_id: str,
+        namespace: bytes,
+        parent: bytes,
+        keys: Sequence[bytes],
+        ttl_s: float,
+        now_s: float,
+    ) -> WriteGrant:
+        """Slots for those of `keys` that nobody has stored or is storing: the longest run from the first key on (I6).
+
+        `parent` is the key before keys[0], b"" when there is none. Makes room by eviction, never of `parent` or `keys`. Declined,
+        with all keys after it, is a key without room (no_space), one whose parent is not held (orphan), and one
+        whose dropped copy somebody still uses (leaving): that copy's lease ends soon, and until then the block has no
+        second place (I2). Idempotent and raises like acquire; a full tier is a value.
+        """
+        self.expire(now_s)
+        entry = self._namespace(namespace)
+        request = fingerprint(namespace, keys, parent)
+        lease = self._find_request(holder, LeaseKind.WRITE, request_id, request)
+        if lease is not None:
+            self._leases.renew(lease, expiry_s(ttl_s, now_s))
+            return _write_grant(lease, entry)
+        _check_keys(keys)
+        rows, parent_row = self._find(entry, keys, parent)
+        end, reason = self._first_declined(rows, parent, parent_row)
+        wanted = self._not_held(rows[:end])
+        if len(wanted):
+            self._check_allowed(holder.instance)
+            if self._make_room(entry, len(wanted), rows[:end], parent_row):
+                rows, parent_row = self._find(entry, keys, parent)
+            num_free = self._blocks.slots.num_free(entry.slot_nbytes)
+            if num_free < len(wanted):
+                end, reason = int(wanted[num_free]), "no_space"
+                wanted = wanted[:num_free]
+            rows = self._blocks.place(entry, keys[:end], rows[:end], parent_row, wanted)
+        self._index.touch(rows[:end] if parent_row == NO_PARENT else np.append(parent_row, rows[:end]))
+        statuses = np.full(len(keys), KeyStatus.DECLINED, np.uint8)
+        statuses[:end] = KeyStatus.HELD
+        statuses[wanted] = KeyStatus.GRANTED
+        self._count_reserve(len(wanted), end, len(keys), reason)
+        if not len(wanted):
+            return WriteGrant(0, now_s, tuple(map(KeyStatus, statuses.tolist())), (), reason)
+        lease = self._grant(holder, LeaseKind.WRITE, request_id, request, entry, rows[wanted], expiry_s(ttl_s, now_s))
+        lease.keys = [keys[i] for i in wanted.tolist()]
+        lease.statuses, lease.declined_reason = statuses.tobytes(), reason
+        return _write_grant(lease, entry)
+
+    def commit(self, holder: Holder, lease_id: int, keys: Sequence[bytes] | None, now_s: float) -> int:
+        """Publish blocks of a write lease, all that it still holds or `keys`, and say how many became READY.
+
+        Not counted: blocks committed before, and blocks dropped meanwhile, whose slots are freed. The lease ends with its last
+        block. Raises LeaseExpired (nothing is published; abort confirms the end) and UnknownLease.
+        """
+        self.expire(now_s)
+        lease = self._leases.find_live(holder, lease_id)
+        if lease.kind is not LeaseKind.WRITE:
+            raise ProtocolError(
+                f"lease_id: {lease_id} is a read lease; there is nothing to commit", field="lease_id", value=lease_id
+            )
+        chosen = lease.pending if keys is None else lease.pending & _of_lease(lease, keys)
+        rows = lease.rows[chosen]
+        state = self._blocks.table.state[rows]
+        written, dropped = rows[state == WRITING], rows[state == LEAVING]
+        lease.pending = lease.pending & ~chosen
+        self._blocks.publish(written)
+        self._blocks.discard(dropped)
+        self._counters["stored_blocks_total"] += len(written)
+        if not lease.pending.any():
+            self._leases.end(lease)
+        return len(written)
+
+    # --- ends of leases ---------------------------------------------------------------------------------------------
+
+    def abort(self, holder: Holder, lease_id: int, now_s: float) -> None:
+        """End a lease: its holder will not touch its slots again. What was not committed is gone, its slots are free.
+
+        Raises LeaseExpired when the lease had expired, but the confirmation counts: what it kept in limbo is free now.
+        """
+        self.expire(now_s)
+        lease = self._leases.find(holder, lease_id)
+        expired = lease.expired
+        self._end(lease)
+        if expired:
+            raise LeaseExpired(f"lease_id: {lease_id} had expired; its end is confirmed now", lease_id=lease_id)
+
+    def release(self, holder: Holder, lease_id: int, now_s: float) -> None:
+        """The same as abort: readers say release, writers say abort, both mean it alike."""
+        self.abort(holder, lease_id, now_s)
+
+    def renew(
+        self, holder: Holder, lease_ids: Sequence[int], ttl_s: float, now_s: float, *, others_ended: bool = False
+    ) -> list[int]:
+        """Extend live leases. Returns the ids of those that have ended, expired or are unknown.
+
+        `others_ended` confirms the end of all expired leases of the instance that are not named.
+        """
+        self.expire(now_s)
+        if others_ended:
+            self._end_expired(holder.instance, kept=set(lease_ids))
+        ended = []
+        for lease_id in lease_ids:
+            try:
+                self._leases.renew(self._leases.find_live(holder, lease_id), expiry_s(ttl_s, now_s))
+            except (LeaseExpired, UnknownLease):
+                ended.append(lease_id)
+        return ended
+
+    def end_session(self, holder: Holder, now_s: float) -> None:
+        """The connection ended: what was granted over it expires now."""
+        self.expire(now_s)
+        for lease in self._leases.of_instance(holder.instance):
+            if lease.holder == holder and not lease.expired:
+                self._expire(lease)
+
+    def end_instance(self, instance: bytes, now_s: float) -> None:
+        """No process of the instance can touch memory any more: all its leases end, confirmed."""
+        self.expire(now_s)
+        for lease in self._leases.of_instance(instance):
+            self._end(lease)
+
+    def expire(self, now_s: float) -> int:
+        """Take the rights of leases past their time; how many."""
+        due = self._leases.pop_due(now_s)
+        for lease in due:
+            self._expire(lease)
+        return len(due)
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` will next have something to do."""
+        return self._leases.next_expiry_s()
+
+    def instance_in_limbo(self, instance: bytes) -> bool:
+        """Whether expired leases of the instance wait for a confirmation."""
+        return any(lease.expired for lease in self._leases.of_instance(instance))
+
+    # --- removal ----------------------------------------------------------------------------------------------------
+
+    def drop(self, namespace: bytes, keys: Sequence[bytes] | None) -> int:
+        """Remove blocks and everything built on them (None: the whole namespace); how many are no longer found or written.
+
+        Descendants go too: behind a missing prefix nobody can find them, and whatever made the prefix wrong went into them.
+        A block in use is LEAVING: not found, not leased again, its slot free when its last user ends. A block being
+        written is not published by its commit. Unknown keys are ignored.
+        """
+        entry = self._namespace(namespace)
+        if keys is None:
+            rows = self._index.rows_of(entry)
+        else:
+            found = self._index.find_all(entry, keys)
+            rows = self._index.with_descendants(np.unique(found[found != NO_PARENT]))
+        num_dropped = self._blocks.drop(entry, rows)
+        self._counters["dropped_blocks_total"] += num_dropped
+        return num_dropped
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """Sizes and counters now."""
+        table, slots = self._blocks.table, self._blocks.slots
+        tier = TierStats(
+            table.tier,
+            slots.capacity_bytes,
+            table.num_bytes(READY),
+            table.num_bytes(WRITING),
+            table.num_bytes(LEAVING),
+            slots.limbo_bytes,
+            slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes,
+            table.num_blocks(READY),
+        )
+        return StoreStats(
+            (tier,),
+            table.num_blocks(READY),
+            len(self._index.namespaces),
+            self._leases.num_live,
+            self._leases.num_expired,
+            dict(self._counters),
+        )
+
+    def check(self) -> None:
+        """Every invariant of every part, and those that no part sees alone. O(everything); for tests and `kvstore check`."""
+        self._blocks.check()
+        self._leases.check()
+        table = self._blocks.table
+        refs = np.zeros(len(table.refs), np.int64)
+        limbo_bytes = 0
+        for lease in self._leases.all_leases():
+            if lease.kind is LeaseKind.WRITE and lease.expired:
+                limbo_bytes += lease.held_bytes
+                continue
+            held = lease.rows[lease.pending]
+            refs[held] += 1
+            allowed = (WRITING, LEAVING) if lease.kind is LeaseKind.WRITE else (READY, LEAVING)
+            assert np.isin(table.state[held], allowed).all()  # I1, I4
+            assert (table.offset[held] == lease.slots.offsets[lease.pending]).all()  # I4
+            assert (table.generation[held] == lease.slots.generations[lease.pending]).all()  # I7
+        assert (refs == table.refs).all()
+        assert limbo_bytes == self._blocks.slots.limbo_bytes
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _namespace(self, namespace: bytes) -> Namespace:
+        entry = self._index.find_namespace(namespace)
+        if entry is None:
+            raise SpecMismatch(
+                f"namespace: {namespace.hex()} is not open; say Hello with its spec",
+                field="namespace",
+                value=namespace.hex(),
+            )
+        return entry
+
+    def _near_misses(self, entry: Namespace) -> tuple[NearMiss, ...]:
+        """Layer groups of one model differ on purpose, so other groups are no near misses."""
+        misses = []
+        for other in self._index.namespaces:
+            if other is entry or other.tenant != entry.tenant or other.spec.group != entry.spec.group:
+                continue
+            fields = differing_fields(entry.spec, other.spec)
+            if "weights" not in fields or _SHAPE_FIELDS.isdisjoint(fields):
+                misses.append(NearMiss(other.namespace, tuple(fields), self._blocks.num_ready(other)))
+        misses.sort(key=lambda miss: (-miss.num_blocks, len(miss.differing_fields), miss.namespace))
+        return tuple(misses[:MAX_NEAR_MISSES])
+
+    def _find(self, entry: Namespace, keys: Sequence[bytes], parent: bytes) -> tuple[Rows, int]:
+        return self._index.find_all(entry, keys), entry.rows.get(parent, NO_PARENT)
+
+    def _first_declined(self, rows: Rows, parent: bytes, parent_row: int) -> tuple[int, str]:
+        """Where the run of keys that can be held ends if there is room for them, and why."""
+        table = self._blocks.table
+        leaving = np.flatnonzero((rows != NO_PARENT) & (table.state[rows] == LEAVING))
+        end = int(leaving[0]) if len(leaving) else len(rows)
+        orphan = parent and (parent_row == NO_PARENT or table.state_at[parent_row] not in (WRITING, READY))
+        if orphan and end and len(self._not_held(rows[:1])):
+            return 0, "orphan"
+        return end, "leaving" if end < len(rows) else ""
+
+    def _not_held(self, rows: Rows) -> Rows:
+        """Positions of those without a row or without a copy."""
+        return np.flatnonzero((rows == NO_PARENT) | (self._blocks.table.state[rows] == NONE))
+
+    def _make_room(self, entry: Namespace, count: int, rows: Rows, parent_row: int) -> int:
+        """Evict until `count` blocks fit, sparing the call's own blocks; how many went."""
+        own = np.append(rows, parent_row)
+        own = own[own != NO_PARENT]
+        evicted = self._blocks.make_room(entry, count, own[self._blocks.table.state[own] == READY])
+        self._counters["evicted_blocks_total"] += evicted
+        return evicted
+
+    def _count_reserve(self, num_granted: int, end: int, num_keys: int, reason: str) -> None:
+        self._counters["reserved_blocks_total"] += num_granted
+        self._counters["held_blocks_total"] += end - num_granted
+        if reason:
+            self._counters[f"declined_blocks_{reason}_total"] += num_keys - end
+
+    def _find_request(self, holder: Holder, kind: LeaseKind, request_id: str, request: bytes) -> Lease | None:
+        return self._leases.find_request(holder, kind, request_id, request) if request_id else None
+
+    def _check_allowed(self, instance: bytes) -> None:
+        try:
+            self._leases.check_allowed(instance, int(self._limbo_fraction * self._blocks.slots.capacity_bytes))
+        except LeaseRefused:
+            self._counters["refused_leases_total"] += 1
+            raise
+
+    def _grant(  # noqa: PLR0917 - a private call with the verb's own arguments
+        self,
+        holder: Holder,
+        kind: LeaseKind,
+        request_id: str,
+        request: bytes,
+        entry: Namespace,
+        rows: Rows,
+        expires_s: float,
+    ) -> Lease:
+        self._counters["granted_leases_total"] += 1
+        return self._leases.grant(
+            holder,
+            kind,
+            request_id,
+            request,
+            rows=rows,
+            slots=self._blocks.table.slots(rows),
+            slot_nbytes=entry.slot_nbytes,
+            expires_s=expires_s,
+        )
+
+    def _expire(self, lease: Lease) -> None:
+        """Rights end now; memory that the holder may still touch stays untouched by others until it confirms."""
+        self._leases.expire(lease)
+        self._counters["expired_leases_total"] += 1
+        if lease.kind is LeaseKind.WRITE:
+            rows = lease.rows[lease.pending]
+            self._counters["expired_blocks_total"] += len(rows)
+            self._blocks.to_limbo(rows)
+
+    def _end_expired(self, instance: bytes, kept: set[int]) -> None:
+        for lease in self._leases.of_instance(instance):
+            if lease.expired and lease.lease_id not in kept:
+                self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        rows = lease.rows[lease.pending]
+        self._leases.end(lease)
+        if lease.kind is LeaseKind.READ:
+            self._blocks.unref(rows)
+        elif lease.expired:
+            offsets, generations = lease.slots
+            self._blocks.slots.free_many(SlotArrays(offsets[lease.pending], generations[lease.pending]))
+        else:
+            self._counters["aborted_blocks_total"] += len(rows)
+            self._blocks.discard(rows)
+
+
+def _of_lease(lease: Lease, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    """Which of the lease's blocks `keys` are."""
+    wanted = set(keys)
+    chosen = np.array([key in wanted for key in lease.keys], np.bool_)
+    if np.count_nonzero(chosen) != len(wanted):
+        raise ProtocolError(f"keys: some are not blocks of lease {lease.lease_id}", field="keys", value=lease.lease_id)
+    return chosen
+
+
+def _check_count(keys: Sequence[bytes]) -> None:
+    if len(keys) > MAX_KEYS_PER_CALL:
+        raise Overloaded(
+            f"keys: {len(keys)} in one call; use at most {MAX_KEYS_PER_CALL} (MAX_KEYS_PER_CALL)",
+            limit="MAX_KEYS_PER_CALL",
+            value=len(keys),
+        )
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    _check_count(keys)
+    if not keys:
+        raise ProtocolError("keys: empty; reserve at least one", field="keys", value=0)
+    _check_distinct(len(set(keys)), len(keys))
+
+
+def _check_distinct(num_distinct: int, count: int) -> None:
+    if num_distinct != count:
+        raise ProtocolError("keys: the same key twice; a prefix has each once", field="keys", value=count)
+
+
+def _extents(slots: SlotArrays, entry: Namespace) -> tuple[Extent, ...]:
+    offsets, generations = slots.offsets.tolist(), slots.generations.tolist()
+    return tuple(map(_new_extent, zip(offsets, repeat(entry.spec.block_nbytes), generations)))
+
+
+def _write_grant(lease: Lease, entry: Namespace) -> WriteGrant:
+    statuses = tuple(map(KeyStatus, lease.statuses))
+    return WriteGrant(lease.lease_id, lease.expires_s, statuses, _extents(lease.slots, entry), lease.declined_reason)
