@@ -27,6 +27,8 @@ from kvstore.core.plans import Match
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.frames import FROM_SERVER, MAX_CALL_ID, Frame, FrameDecoder, Kind, Verb, encode_frame
 
+__all__ = ["Client", "ClientArena", "NamespaceInfo", "NearMissInfo", "Acquired", "Reserved"]
+
 PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
 _BUFFER_NBYTES = 64 << 10  # most replies whole in one read
@@ -210,9 +212,15 @@ class Client:
         request = pb.ReleaseRequest(lease_id=lease_id, outcome=outcome)  # type: ignore[arg-type]  # as for role
         self._call(Verb.RELEASE, request, pb.ReleaseReply)
 
-    def renew(self, lease_ids: Sequence[int], ttl_s: float = 0.0) -> list[int]:
-        """Keep leases for `ttl_s` from now on; answers the ids that have ended."""
-        request = pb.RenewRequest(lease_ids=np.array(lease_ids, "<u8").tobytes(), ttl_s=ttl_s)
+    def renew(self, lease_ids: Sequence[int], ttl_s: float = 0.0, *, others_ended: bool = False) -> list[int]:
+        """Keep leases for `ttl_s` from now on; answers the ids that have ended.
+
+        `others_ended`: no process of the instance touches any more what its other, expired leases keep in limbo. Said after a
+        reconnection, it confirms the end of leases too whose grant never arrived.
+        """
+        request = pb.RenewRequest(
+            lease_ids=np.array(lease_ids, "<u8").tobytes(), ttl_s=ttl_s, others_ended=others_ended
+        )
         ended: list[int] = _u64(self._call(Verb.RENEW, request, pb.RenewReply).ended_lease_ids).tolist()
         return ended
 
@@ -284,7 +292,7 @@ class Client:
                 call_id = self._send(self._socket, verb, request, until_s)
                 frame = self._receive(self._socket, verb, call_id, until_s)
                 reply = _parse(frame, reply_class)
-                self._check_boot(reply.boot_id)  # type: ignore[attr-defined]  # every reply has one
+                self._check_boot(reply.boot_id)  # type: ignore[union-attr]  # every reply has one
             except (OSError, DecodeError, RemoteProtocolError) as err:
                 self._lose(err, self._call_deadline_s)
         if isinstance(reply, pb.ErrorReply):

@@ -8,7 +8,7 @@ import logging
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from kvstore import __version__
 from kvstore.core.blocks import Extent
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError, LeaseRefused, Overloaded, RemoteProtocolError, SpecMismatch
+from kvstore.core.errors import KVStoreError, Overloaded, RemoteProtocolError, SpecMismatch
 from kvstore.core.keys import NAMESPACE_NBYTES, KVSpec, unpack_keys
 from kvstore.core.limits import (
     DEFAULT_LEASE_TTL_S,
@@ -41,6 +41,9 @@ MAX_TENANT_BYTES = 256
 MAX_RANK = 65535
 _MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
 _U64_NBYTES = 8
+_ORDERS = {number: name for name, number in pb.Order.items()}
+_OUTCOMES = {number: name for name, number in pb.Outcome.items() if number}  # a caller has to say which
+_ROLES = {number: name for name, number in pb.Role.items() if number}
 
 
 class ArenaSize(Protocol):
@@ -196,7 +199,7 @@ class Dispatcher:
             raise _wrong("first_needed", request.first_needed, f"{len(keys)} keys are given")
         for field in ("compute_wait_s", "deadline_s"):
             _check_duration(field, getattr(request, field))
-        _check_enum("order", request.order, pb.Order)
+        _check_enum("order", request.order, _ORDERS)
         now_s = self._clock.now_s()
         grant = self._store.acquire(
             session.holder,
@@ -219,7 +222,7 @@ class Dispatcher:
         )
 
     def _release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        _check_enum("outcome", request.outcome, pb.Outcome, low=1)
+        _check_enum("outcome", request.outcome, _OUTCOMES)
         self._store.release(session.holder, request.lease_id, self._clock.now_s())
         return pb.ReleaseReply(boot_id=self._boot_id)
 
@@ -234,7 +237,13 @@ class Dispatcher:
                 value=len(packed) // _U64_NBYTES,
             )
         lease_ids = np.frombuffer(packed, "<u8").tolist()
-        ended = self._store.renew(session.holder, lease_ids, self._ttl_s(request.ttl_s), self._clock.now_s())
+        ended = self._store.renew(
+            session.holder,
+            lease_ids,
+            self._ttl_s(request.ttl_s),
+            self._clock.now_s(),
+            others_ended=request.others_ended,
+        )
         self._on_leases_changed()
         return pb.RenewReply(ended_lease_ids=np.array(ended, "<u8").tobytes(), boot_id=self._boot_id)
 
@@ -301,10 +310,8 @@ class Dispatcher:
     def _writers(self, session: Session) -> None:
         self._engines(session)
         if not self._sessions.may_write(session):
-            raise LeaseRefused(
-                "want_arena: nobody of this instance was handed the arena; say Hello with it over the local socket",
-                limit="want_arena",
-                value=0,
+            raise _wrong(
+                "want_arena", "false", "to write, one of the instance says Hello with it over the local socket"
             )
 
     # --- fields -------------------------------------------------------------------------------------------------------
@@ -345,7 +352,7 @@ def _check_hello(request: pb.HelloRequest, peer: Peer) -> list[KVSpec]:
     """Everything that needs no store; the specs, read."""
     if request.protocol_version != PROTOCOL_VERSION:
         raise _wrong("protocol_version", request.protocol_version, f"this sidecar speaks {PROTOCOL_VERSION}")
-    _check_enum("role", request.role, pb.Role, low=1)
+    _check_enum("role", request.role, _ROLES)
     tool = request.role == pb.TOOL
     if len(request.instance) != (0 if tool else INSTANCE_NBYTES):
         right = (
@@ -356,6 +363,8 @@ def _check_hello(request: pb.HelloRequest, peer: Peer) -> list[KVSpec]:
         raise _wrong("instance", f"{len(request.instance)} bytes", right)
     if request.want_arena and (tool or not peer.local):
         raise _wrong("want_arena", request.want_arena, "only engines get the arena, and only over the local socket")
+    if request.session_token:
+        raise _wrong("session_token", "given", "leave it empty in Hello; later gRPC calls send it as metadata")
     if request.rank > MAX_RANK:
         raise _wrong("rank", request.rank, f"use at most {MAX_RANK}")
     if len(request.tenant.encode()) > MAX_TENANT_BYTES:
@@ -406,10 +415,9 @@ def _check_duration(field: str, value_s: float) -> None:
         raise _wrong(field, value_s, "use seconds, 0 or more (0: the default)")
 
 
-def _check_enum(field: str, value: int, enum: Any, *, low: int = 0) -> None:
-    known = [number for number in enum.values() if number >= low]
+def _check_enum(field: str, value: int, known: Mapping[int, str]) -> None:
     if value not in known:
-        raise _wrong(field, value, "use " + ", ".join(f"{number} ({enum.Name(number)})" for number in known))
+        raise _wrong(field, value, "use " + ", ".join(f"{number} ({name})" for number, name in known.items()))
 
 
 def _offsets(extents: Sequence[Extent]) -> bytes:

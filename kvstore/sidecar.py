@@ -13,12 +13,17 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from kvstore.config import Config, arena_nbytes, default_socket_path, format_size
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import TierIOError
-from kvstore.core.limits import STOP_DEADLINE_S
+from kvstore.core.limits import GRPC_CALL_DEADLINE_S, STOP_DEADLINE_S
 from kvstore.dispatcher import Dispatcher
+from kvstore.loop_calls import call_on_loop
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server import LocalServer
 from kvstore.sessions import Sessions
 from kvstore.socket_path import SocketPath
@@ -27,9 +32,13 @@ from kvstore.tiers.arena import Arena
 from kvstore.tiers.host_memory import available_memory_bytes
 from kvstore.tiers.slots import SegmentedSlots
 
+if TYPE_CHECKING:
+    from kvstore.grpc_server import GrpcServer
+
 logger = logging.getLogger(__name__)
 
 BOOT_ID_NBYTES = 16
+_GRPC_GRACE_S = 1.0  # for calls under way at the stop
 
 
 class Sidecar:
@@ -78,18 +87,48 @@ class Sidecar:
         await server.start()
         faulting = threading.Thread(target=self._fault, args=(arena, slots, loop), name="kvstore-fault", daemon=True)
         faulting.start()
-        self._on_ready(
-            f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} boot_id={self._boot_id.hex()}"
-        )
         try:
-            await stop.wait()
+            async with AsyncExitStack() as others:
+                await self._start_others(others, dispatcher, sessions, loop)
+                self._on_ready(
+                    f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} "
+                    f"boot_id={self._boot_id.hex()}"
+                )
+                await stop.wait()
+                logger.info("stopping")
         finally:
-            logger.info("stopping")
             self._stopping.set()
             await server.close()
             sessions.close()
             expiry.cancel()
             await asyncio.to_thread(faulting.join, STOP_DEADLINE_S)
+
+    async def _start_others(
+        self, others: AsyncExitStack, dispatcher: Dispatcher, sessions: Sessions, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """What may come up after the first Hello. Engines wait for none of it, so neither do its imports hold them up."""
+        config = self._config
+        if config.grpc:
+            make = partial(
+                _start_grpc,
+                self._path.grpc_path,
+                config,
+                dispatcher=dispatcher,
+                sessions=sessions,
+                loop=loop,
+                clock=self._clock,
+            )
+            remote = await asyncio.to_thread(make)
+            others.push_async_callback(asyncio.to_thread, remote.stop, _GRPC_GRACE_S)
+        if config.metrics_port:
+            from kvstore.http_server import HttpServer
+
+            def snapshot() -> pb.StatsReply:
+                return call_on_loop(loop, GRPC_CALL_DEADLINE_S, dispatcher.stats)
+
+            http = HttpServer(config.metrics_host, config.metrics_port, snapshot)
+            http.start()
+            others.push_async_callback(asyncio.to_thread, http.stop)
 
     def _fault(self, arena: Arena, slots: SegmentedSlots, loop: asyncio.AbstractEventLoop) -> None:
         for segment in range(arena.num_segments):
@@ -98,10 +137,21 @@ class Sidecar:
             try:
                 arena.fault_segment(segment)
             except TierIOError as err:
-                logger.warning("arena stays smaller faulted=%s reason=%s", format_size(arena.faulted_nbytes), err.message)
+                logger.warning(
+                    "arena stays smaller faulted=%s reason=%s", format_size(arena.faulted_nbytes), err.message
+                )
                 return
             loop.call_soon_threadsafe(slots.add_segments, 1)
         logger.info("arena faulted size=%s", format_size(arena.nbytes))
+
+
+def _start_grpc(*args: Any, **kwargs: Any) -> "GrpcServer":
+    """In a thread: the import alone would hold up the loop for 60 ms."""
+    from kvstore.grpc_server import GrpcServer
+
+    server = GrpcServer(*args, **kwargs)
+    server.start()
+    return server
 
 
 class _ExpiryTimer:

@@ -50,6 +50,12 @@ MAX_LIMBO_FRACTION = 0.25
 SESSION_IDLE_S = 60.0
 """A gRPC session (it has no connection of its own) without a call for so long ends."""
 
+GRPC_CALL_DEADLINE_S = 5.0
+"""A call from another thread (gRPC, metrics) that the brain loop has not served by then: PeerUnavailable, and it is not served later."""
+
+MAX_GRPC_CALLS = 256
+"""gRPC calls under way at once. More: RESOURCE_EXHAUSTED."""
+
 UNVERIFIED_DRAIN_S = 60.0
 """Limbo of an instance whose processes cannot be watched (another pid namespace) after its last connection ended."""
 

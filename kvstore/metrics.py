@@ -1,0 +1,59 @@
+"""What Prometheus sees: the Stats reply, under Prometheus's naming rules. Nothing is counted here."""
+
+import re
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from kvstore.counters import COUNTERS
+from kvstore.proto import kvstore_pb2 as pb
+
+_STATES = ("ready", "writing", "leaving", "limbo", "free")
+_LABELLED = re.compile(r"(calls|errors)_(\w+)_total")
+_LABELS = {"calls": ("verb", "Requests served or refused."), "errors": ("code", "Requests answered with an error.")}
+
+
+class StatsCollector:
+    """A prometheus_client collector. `snapshot` is called once for each scrape, on the scraping thread."""
+
+    def __init__(self, snapshot: Callable[[], pb.StatsReply]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other."""
+        stats = self._snapshot()
+        build = InfoMetricFamily("kvstore_sidecar", "Version, and boot id, which is new at each start.")
+        build.add_metric((), {"version": stats.server_version, "boot_id": stats.boot_id.hex()})
+        yield build
+        yield GaugeMetricFamily("kvstore_uptime_seconds", "Since start.", stats.uptime_s)
+        yield GaugeMetricFamily("kvstore_namespaces", "Namespaces that are open.", stats.num_namespaces)
+        yield GaugeMetricFamily("kvstore_sessions", "Connections that said Hello.", stats.num_sessions)
+        yield GaugeMetricFamily("kvstore_leases", "Live leases.", stats.num_leases)
+        yield from _tiers(stats)
+        yield from _counters(dict(stats.counters))
+
+
+def _tiers(stats: pb.StatsReply) -> Iterator[Metric]:
+    capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Size of a tier.", labels=("tier",))
+    used = GaugeMetricFamily("kvstore_tier_bytes", "Bytes of a tier, by slot and state.", labels=("tier", "state"))
+    blocks = GaugeMetricFamily("kvstore_tier_ready_blocks", "Blocks that readers find.", labels=("tier",))
+    for tier in stats.tiers:
+        capacity.add_metric((tier.name,), tier.capacity_bytes)
+        blocks.add_metric((tier.name,), tier.ready_blocks)
+        for state in _STATES:
+            used.add_metric((tier.name, state), getattr(tier, f"{state}_bytes"))
+    yield from (capacity, used, blocks)
+
+
+def _counters(counters: dict[str, int]) -> Iterator[Metric]:
+    labelled = {
+        kind: CounterMetricFamily(f"kvstore_{kind}", text, labels=(label,)) for kind, (label, text) in _LABELS.items()
+    }
+    for name, value in sorted(counters.items()):
+        if match := _LABELLED.fullmatch(name):
+            labelled[match[1]].add_metric((match[2],), value)
+        else:
+            help_text = COUNTERS.get(name, "Requests that met a bug of ours." if name == "crashes_total" else name)
+            yield CounterMetricFamily(f"kvstore_{name.removesuffix('_total')}", help_text, value)
+    yield from labelled.values()
