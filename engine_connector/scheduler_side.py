@@ -2,7 +2,9 @@
 deadline, and that only once before the session's breaker opens.
 
 Everything it knows of the store it asked in this boot of the sidecar: when the boot id changes, what was saved counts as
-not saved, and the request's blocks are offered again.
+not saved, and the request's blocks are offered again. When the same boot answers again after a silence, a Renew names the
+leases whose blocks the worker still copies, and says that it is done with all others, those among them whose grant got
+lost on its way.
 """
 
 import itertools
@@ -49,6 +51,7 @@ class StoreSchedulerSide:
         self._saves: dict[int, PendingSave] = {}
         self._job_ids = itertools.count(1)
         self._renewed_s = clock.now_s()
+        self._connection = session.connection
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """See protocol.SchedulerSide. One Match of all keys but the last token's block."""
@@ -96,7 +99,7 @@ class StoreSchedulerSide:
         self._renew_when_due()
         loads, self._new_loads = tuple(self._new_loads), []
         saves = tuple(job for item in scheduled if (job := self._reserve(item)) is not None)
-        return ConnectorMetadata(loads, saves, preempted_request_ids)
+        return ConnectorMetadata(loads, saves, preempted_request_ids, self._session.boot_id)
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         """See protocol.SchedulerSide."""
@@ -159,7 +162,8 @@ class StoreSchedulerSide:
         if grant is None:
             return None
         num_held = _num_not_declined(grant.statuses)
-        state.num_saved_blocks = first + num_held
+        # An orphan's parents are gone (evicted, or their writer died): next time all blocks are offered again.
+        state.num_saved_blocks = 0 if grant.declined_reason == "orphan" else first + num_held
         if grant.lease_id == 0:
             return None
         granted = [i for i in range(num_held) if grant.statuses[i] == KeyStatus.GRANTED]
@@ -178,14 +182,18 @@ class StoreSchedulerSide:
         save = self._saves.pop(job_id)
         state = self._requests[save.request_id]
         state.save_job_ids.discard(job_id)
-        keys = [key for key, ok in zip(save.keys, written, strict=True) if ok]
-        if save.boot_id == self._session.boot_id:
-            if keys:
-                self._session.ask(lambda client: client.commit(save.lease_id, keys))
-            if len(keys) < len(save.keys):
-                self._session.ask(lambda client: client.abort(save.lease_id))
-                state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+        if self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok]) < len(save.keys):
+            state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
         self._forget_when_done(save.request_id, state)
+
+    def _commit(self, save: PendingSave, written: list[bytes]) -> int:
+        """Publish what was written, give the rest back; how many blocks became READY."""
+        if save.boot_id != self._session.boot_id:
+            return 0
+        num_ready = self._session.ask(lambda client: client.commit(save.lease_id, written)) if written else 0
+        if num_ready is None or len(written) < len(save.keys):
+            self._session.ask(lambda client: client.abort(save.lease_id))
+        return num_ready or 0
 
     def _forget_other_boot(self, state: RequestState) -> None:
         if state.boot_id != self._session.boot_id:
@@ -221,17 +229,18 @@ class StoreSchedulerSide:
     # --- both ----------------------------------------------------------------------------------------------------------
 
     def _renew_when_due(self) -> None:
-        """Leases live longer than a step; one Renew for all of them every third of their time."""
-        now_s = self._clock.now_s()
-        if now_s - self._renewed_s < DEFAULT_LEASE_TTL_S / 3:
+        """One Renew for all leases every third of their time, and after each new connection. A lease not named in it is one
+        whose blocks nobody copies any more; it may be one that we never heard of."""
+        now_s, connection = self._clock.now_s(), self._session.connection
+        if connection == self._connection and now_s - self._renewed_s < DEFAULT_LEASE_TTL_S / 3:
             return
-        self._renewed_s = now_s
+        reconnected, self._connection, self._renewed_s = connection != self._connection, connection, now_s
         boot_id = self._session.boot_id
         lease_ids = [save.lease_id for save in self._saves.values() if save.boot_id == boot_id]
         loads = [state.load for state in self._requests.values() if state.load is not None]
         lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == boot_id]
-        if lease_ids:
-            self._session.ask(lambda client: client.renew(lease_ids, DEFAULT_LEASE_TTL_S))
+        if lease_ids or reconnected:
+            self._session.ask(lambda client: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=True))
 
     def _state(self, request: Request) -> RequestState:
         return self._requests.setdefault(request.request_id, RequestState())

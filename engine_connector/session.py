@@ -31,9 +31,12 @@ class StoreSession:
     def __init__(self, client: Client, *, backoff_s: tuple[float, float] = RECONNECT_BACKOFF_S) -> None:
         self._client = client
         self._first_pause_s, self._longest_pause_s = backoff_s
+        self._connection = 0
         self._up = threading.Event()
         self._lost = threading.Event()
         self._closing = threading.Event()
+        self._hurry = threading.Event()  # cuts the pause before the next attempt
+        self._followed = b""
         self._thread = threading.Thread(target=self._reconnect_loop, name="kvstore-reconnect", daemon=True)
 
     def start(self) -> None:
@@ -49,8 +52,14 @@ class StoreSession:
 
     @property
     def boot_id(self) -> bytes:
-        """Boot id of the sidecar last connected to; b"" before the first connection."""
-        return self._client.boot_id
+        """Boot id of the sidecar that answers; b"" while none does. Only a failing `ask` of the engine's thread ends a
+        connection, so that thread's next `ask` speaks to this boot or to nobody."""
+        return self._client.boot_id if self._up.is_set() else b""
+
+    @property
+    def connection(self) -> int:
+        """Number of the connection, 0 before the first: another one means that the sidecar ended what it had granted."""
+        return self._connection
 
     @property
     def namespace(self) -> bytes:
@@ -75,9 +84,20 @@ class StoreSession:
             logger.info("store declined code=%s fields=%s reason=%s", err.code, err.fields, err.message)
         return None
 
+    def follow(self, boot_id: bytes) -> None:
+        """Another process of this engine speaks to the sidecar of that boot (b"": to none). If we do not, connect to it, in
+        the background: a session that only maps the arena asks nothing, so it never learns of a restart by itself."""
+        if boot_id in (b"", self.boot_id, self._followed):
+            return
+        self._followed = boot_id
+        self._up.clear()
+        self._hurry.set()
+        self._lost.set()
+
     def close(self) -> None:
         """Stop reconnecting and close the connection. Safe to call twice."""
         self._closing.set()
+        self._hurry.set()
         self._lost.set()
         self._up.clear()
         if self._thread.is_alive():
@@ -94,7 +114,9 @@ class StoreSession:
         pause_s = self._first_pause_s
         while not self._closing.is_set():
             self._lost.wait()  # set by whoever loses the sidecar, and by close()
-            if self._closing.wait(pause_s):
+            if self._hurry.wait(pause_s):
+                self._hurry.clear()
+            if self._closing.is_set():
                 return
             if self._try_connect():
                 pause_s = self._first_pause_s
@@ -108,6 +130,7 @@ class StoreSession:
             logger.info("store not reached code=%s reason=%s", err.code, err.message)
             return False
         self._lost.clear()
+        self._connection += 1
         self._up.set()
         self._report_near_misses()
         return True

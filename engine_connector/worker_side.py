@@ -61,7 +61,9 @@ class StoreWorkerSide:
         self._saves.start()
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:
-        """See protocol.WorkerSide."""
+        """See protocol.WorkerSide. The first verb of a step: a worker that has a session of its own and asks nothing learns
+        here of another sidecar, and maps its arena while the engine computes."""
+        self._session.follow(meta.boot_id)
         if meta.preempted_request_ids:
             self._in_flight.settle(meta.preempted_request_ids, PREEMPTION_DEADLINE_S)
 

@@ -42,6 +42,9 @@ IDLE_WAIT_S = 0.05
 DRAIN_DEADLINE_S = 10.0
 """generate and close wait at most so long for saves of finished requests to end."""
 
+_HIGHEST = {"num_pages": 1 << 31, "block_tokens": 4096, "max_batch": 4096, "chunk_tokens": 1 << 20, "num_threads": 1024}
+"""Far beyond what runs well: these catch a wrong unit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
@@ -362,9 +365,6 @@ def _check_numbers(**settings: int) -> None:
     for name, value in settings.items():
         if not 1 <= value <= _HIGHEST[name]:
             raise ConfigError(f"{name}: {value} is out of range; use 1 to {_HIGHEST[name]}", field=name, value=value)
-
-
-_HIGHEST = {"num_pages": 1 << 31, "block_tokens": 4096, "max_batch": 4096, "chunk_tokens": 1 << 20, "num_threads": 1024}
 
 
 def _check_chunks(chunk_tokens: int, block_tokens: int) -> None:

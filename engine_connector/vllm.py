@@ -1,0 +1,315 @@
+"""kvstore as a KV connector of vLLM (0.32), loaded from outside its tree:
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvstore.engine_connector.vllm", "kv_load_failure_policy": "recompute"}'
+
+vLLM makes the object twice, once beside its scheduler and once in its worker, in one process or in two: two connections of
+one instance. Each verb translates to the same verb of StoreSchedulerSide (through VllmRequests) or StoreWorkerSide; what
+those promise is in protocol.py. Loads and saves are asynchronous only: a synchronous load that fails lets the step compute,
+and a connector save, blocks made of garbage.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvstore.client import Client
+from kvstore.core.clock import MonotonicClock
+from kvstore.core.errors import ConfigError
+from kvstore.core.keys import KVSpec
+from kvstore.engine_connector.fingerprint import weights_fingerprint
+from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput
+from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
+from kvstore.engine_connector.session import StoreSession
+from kvstore.engine_connector.vllm_identity import (
+    ConnectorSettings,
+    EngineFacts,
+    hash_seed,
+    instance_of,
+)
+from kvstore.engine_connector.vllm_requests import VllmRequests
+from kvstore.engine_connector.worker_side import StoreWorkerSide
+from kvstore.kernels.paged import PagedCache
+from kvstore.proto.kvstore_pb2 import SCHEDULER, WORKER
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where the types are checked
+    """Scheduler to worker, every step."""
+
+    step: ConnectorMetadata
+    let_go: frozenset[str]  # held requests whose pages are not used any more
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
+    """Worker to scheduler, after steps in which something ended."""
+
+    output: WorkerOutput
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Never called: more than one worker is refused at start."""
+        raise AssertionError(f"two workers reported: {self} and {other}")
+
+
+class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+    """Both roles. Raises ConfigError for an engine we do not serve, before it serves anybody."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _share_vllm_log()
+        _refuse_unsupported(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
+        self._instance = instance_of(str(transfer.engine_id), vllm_config.instance_id)
+        self._requests: VllmRequests | None = None
+        self._worker: _WorkerRole | None = None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a save that is called off is a miss later on."""
+        return False
+
+    def shutdown(self) -> None:
+        """Give everything back. Safe to call twice."""
+        if self._requests is not None:
+            self._requests.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    # --- scheduler -------------------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """The scheduler is complete: connect."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        spec = _kv_spec(self._vllm_config, self._kv_cache_config, self._instance)
+        client = Client(
+            self._settings.socket,
+            instance=self._instance,
+            role=SCHEDULER,
+            tenant=self._settings.tenant,
+            specs=[spec],
+            want_arena=False,
+        )
+        session = StoreSession(client)
+        session.start()
+        side = StoreSchedulerSide(session, block_tokens=spec.block_tokens, clock=MonotonicClock())
+        self._requests = VllmRequests(side)
+
+    def on_new_request(self, request: "Request") -> None:
+        """Called once for each request, before anything else."""
+        self._on_scheduler.add(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        """Never None: a match is answered within a call's deadline, or is none."""
+        num_tokens = self._on_scheduler.match(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Called with 0 tokens for what is not loaded, and once more after each load."""
+        if num_external_tokens:
+            self._on_scheduler.load(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        """Called every step."""
+        return StepMetadata(*self._on_scheduler.build_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Called after every step in which the worker reported something."""
+        meta = connector_output.kv_connector_worker_meta
+        if meta is not None:
+            self._on_scheduler.take(meta.output)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+        """Called once for each request. True keeps its pages until the worker names it in finished_sending."""
+        return self._on_scheduler.finish(request.request_id), None
+
+    def reset_cache(self) -> bool:
+        """The weights may have changed in memory, where the fingerprint does not see it."""
+        self._on_scheduler.reset()
+        return True
+
+    @property
+    def _on_scheduler(self) -> VllmRequests:
+        assert self._requests is not None, "vLLM calls bind_kv_cache_manager first"
+        return self._requests
+
+    # --- worker ----------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The pages exist: connect and map the arena."""
+        (group,) = self._kv_cache_config.kv_cache_groups
+        pages = PagedCache([kv_caches[name] for name in group.layer_names])
+        expected = _block_nbytes(self._kv_cache_config)
+        if pages.page_nbytes != expected:
+            raise ConfigError(
+                f"kv_caches: a block has {pages.page_nbytes} bytes in the tensors and {expected} in kv_cache_config",
+                field="kv_caches",
+                value=pages.page_nbytes,
+            )
+        client = Client(self._settings.socket, instance=self._instance, role=WORKER, tenant=self._settings.tenant)
+        self._worker = _WorkerRole(StoreSession(client), pages)
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """First call of a step, before pages are overwritten."""
+        self._on_worker.side.handle_preemptions(kv_connector_metadata.step)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
+        """Also in steps without a forward."""
+        self._on_worker.side.start_load(self._get_connector_metadata().step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: requests of the step have all they need."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, after the forward."""
+
+    def wait_for_save(self) -> None:
+        """After the forward: the pages are full."""
+        self._on_worker.side.start_save(self._get_connector_metadata().step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Once a step; the next two answer from the same output, so that failed pages go with their request."""
+        output = self._on_worker.take_output()
+        return KVConnectorTransferResults(
+            finished_sending=set(self._get_connector_metadata().let_go), finished_recving=set(output.finished_loading)
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages of this step's finished_recving that are to be computed."""
+        return set(self._on_worker.output.failed_block_ids)
+
+    def build_connector_worker_meta(self) -> StepOutput | None:
+        """For our scheduler half."""
+        output = self._on_worker.output
+        return None if output == WorkerOutput() else StepOutput(output)
+
+    @property
+    def _on_worker(self) -> "_WorkerRole":
+        assert self._worker is not None, "vLLM calls register_kv_caches first"
+        return self._worker
+
+
+class _WorkerRole:
+    """What lives beside vLLM's pages."""
+
+    def __init__(self, session: StoreSession, pages: PagedCache) -> None:
+        session.start()
+        self._session = session
+        self.side = StoreWorkerSide(session)
+        self.side.register_pages(pages)
+        self.output = WorkerOutput()  # of this step
+
+    def take_output(self) -> WorkerOutput:
+        self.output = self.side.get_output()
+        return self.output
+
+    def close(self) -> None:
+        self.side.close()
+        self._session.close()
+
+
+def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    for field, value, right in (
+        ("device", current_platform.device_type, "cpu"),
+        ("kv_role", transfer.kv_role, "kv_both"),
+        ("kv_load_failure_policy", transfer.kv_load_failure_policy, "recompute"),  # "fail" would fail their requests
+        ("tensor_parallel_size x pipeline_parallel_size", parallel.world_size, 1),
+        ("speculative_config", vllm_config.speculative_config, None),
+        ("kv_cache_groups", [type(spec).__name__ for spec in specs], [FullAttentionSpec.__name__]),
+    ):
+        if value != right:
+            raise ConfigError(
+                f"{field}: {value!r} is not served by the kvstore connector; it needs {right!r}",
+                field=field,
+                value=str(value),
+            )
+
+
+def _kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: bytes) -> KVSpec:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    (group,) = kv_cache_config.kv_cache_groups
+    pages = group.kv_cache_spec
+    isa = _get_attn_isa(model.dtype, pages.block_size, pages.head_size, cache.cache_dtype)
+    algorithm = cache.prefix_caching_hash_algo
+    return EngineFacts(
+        version=vllm.__version__,
+        weights=weights_fingerprint(_model_files(vllm_config)),
+        quantization=model.quantization or "",
+        model_config=model.hf_config.to_dict(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        cache_dtype=cache.cache_dtype,
+        attention=f"cpu-{isa}",
+        layout=str(kv_cache_config.kv_cache_layout),
+        num_layers=len(group.layer_names),
+        num_kv_heads=pages.num_kv_heads,
+        head_size=pages.head_size,
+        block_tokens=pages.block_size,
+        block_nbytes=_block_nbytes(kv_cache_config),
+        hash_algorithm=algorithm,
+        hash_seed=hash_seed(
+            algorithm, os.environ.get("PYTHONHASHSEED"), default=DEFAULT_NONE_HASH_SEED, instance=instance
+        ),
+    ).spec()
+
+
+def _block_nbytes(kv_cache_config: KVCacheConfig) -> int:
+    (group,) = kv_cache_config.kv_cache_groups
+    return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+
+
+def _model_files(vllm_config: VllmConfig) -> Path:
+    """Where vLLM read the weights: a path, or the local copy of what it downloaded."""
+    model = vllm_config.model_config
+    if Path(model.model).exists():
+        return Path(model.model)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model.model,
+                revision=model.revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                allow_patterns=["*.safetensors"],
+                local_files_only=True,
+            )
+        )
+    except (OSError, ValueError) as err:
+        raise ConfigError(
+            f"model: no local weights of {model.model} to fingerprint: {err}", field="model", value=model.model
+        ) from err
+
+
+def _share_vllm_log() -> None:
+    """vLLM gives handlers to its own logger only; without this our warnings would lack a format and our news be lost."""
+    ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers, ours.level, ours.propagate = list(theirs.handlers), theirs.level, False

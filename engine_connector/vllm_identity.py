@@ -1,0 +1,109 @@
+"""What a vLLM engine's blocks are, said as a KVSpec, and which engines we serve. Imports nothing of vLLM, so that it is
+tested without it; `vllm.py` reads vLLM's configuration and gives plain values.
+
+vLLM's own block hashes are used verbatim: they chain tokens, images and cache salts. They hold no model, dtype or page
+format, so all of that goes into the spec. Pages are opaque: on a CPU the first half of a page is K, packed by instruction
+set, so the set, the attention backend, the physical layout and vLLM's version are part of the page format.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvstore.core.errors import ConfigError
+from kvstore.core.keys import HashScheme, KVSpec
+
+_VOLATILE_CONFIG = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+_DIGEST_NBYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
+
+
+class ConnectorSettings(NamedTuple):
+    """What kv_connector_extra_config may hold."""
+
+    socket: str | None = None
+    tenant: str = ""
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, object]) -> "ConnectorSettings":
+        """Raises ConfigError for an unknown key or a value that is not text."""
+        for name, value in extra.items():
+            if name not in cls._fields:
+                raise ConfigError(
+                    f"kv_connector_extra_config.{name}: not known; use {' or '.join(cls._fields)}",
+                    field=name,
+                    value=str(value),
+                )
+            if not isinstance(value, str):
+                raise ConfigError(
+                    f"kv_connector_extra_config.{name}: {value!r} is not text", field=name, value=str(value)
+                )
+        return cls(**extra)  # type: ignore[arg-type]  # checked above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What decides the bytes of an engine's blocks, read from vLLM's configuration."""
+
+    version: str  # vLLM's
+    weights: str  # fingerprint
+    quantization: str  # as vLLM applies it; "" for none
+    model_config: Mapping[str, Any]  # the model's config.json as vLLM understood it
+    dtype: str  # of the computation
+    cache_dtype: str  # of K and V; "auto": the same
+    attention: str  # backend and instruction set
+    layout: str  # order of layer, block, head, token, content in memory
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_tokens: int
+    block_nbytes: int
+    hash_algorithm: str
+    hash_seed: str
+
+    def spec(self) -> KVSpec:
+        """The namespace's spec. Raises ConfigError for a hash that we do not know the size of."""
+        if self.hash_algorithm not in _DIGEST_NBYTES:
+            raise ConfigError(
+                f"prefix_caching_hash_algo: {self.hash_algorithm!r} is not known; use one of {', '.join(_DIGEST_NBYTES)}",
+                field="prefix_caching_hash_algo",
+                value=self.hash_algorithm,
+            )
+        return KVSpec(
+            weights=self.weights + (f"+{self.quantization}" if self.quantization else ""),
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            dtype=self.dtype if self.cache_dtype == "auto" else f"{self.dtype}/{self.cache_dtype}",
+            rope=f"config:{_config_digest(self.model_config)}",
+            block_tokens=self.block_tokens,
+            hash=HashScheme(
+                algorithm=f"engine:vllm-{self.hash_algorithm}",
+                seed=self.hash_seed,
+                block_tokens=self.block_tokens,
+                digest_nbytes=_DIGEST_NBYTES[self.hash_algorithm],
+            ),
+            page_format=(page_format := f"opaque:vllm-{self.version}:{self.attention}:{self.layout}"),
+            stored_format=page_format,
+            opaque_block_nbytes=self.block_nbytes,
+        )
+
+
+def hash_seed(algorithm: str, python_hash_seed: str | None, *, default: str, instance: bytes) -> str:
+    """The seed of vLLM's hashes (its NONE_HASH). Without PYTHONHASHSEED vLLM draws a random one for xxhash, so that only
+    this engine ever finds what it saved; the spec then says so, and the near miss names the field."""
+    if python_hash_seed is not None:
+        return python_hash_seed
+    return default if algorithm.startswith("sha256") else f"random:{instance.hex()}"
+
+
+def instance_of(*names: str) -> bytes:
+    """The 16 bytes by which all processes of one engine are known, from names they share."""
+    return hashlib.sha256("\0".join(names).encode()).digest()[:16]
+
+
+def _config_digest(config: Mapping[str, Any]) -> str:
+    """Rotary embedding, norms, windows and the rest: whatever of config.json the weights do not show."""
+    lasting = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:32]

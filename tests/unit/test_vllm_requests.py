@@ -1,0 +1,193 @@
+"""vLLM's requests on their way through the scheduler side: who is served, and whose pages vLLM must keep."""
+
+import pickle
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest, WorkerOutput
+from kvstore.engine_connector.vllm_requests import VllmRequests
+
+
+@dataclass
+class FakeRequest:
+    """A vLLM request of 4 full blocks."""
+
+    request_id: str = "r"
+    num_tokens: int = 130
+    num_prompt_tokens: int = 130
+    num_computed_tokens: int = 64
+    block_hashes: list[bytes] = field(default_factory=lambda: [bytes([i]) * 32 for i in range(4)])
+    lora_request: object = None
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+
+
+@dataclass
+class FakeTables:
+    tables: dict[str, list[int]]
+
+    def get_block_ids(self, req_id):
+        return (self.tables[req_id],)
+
+
+@dataclass
+class FakeOutput:
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_req_ids: set[str] | None = None
+    kv_connector_block_state: FakeTables = field(default_factory=lambda: FakeTables({"r": [7, 8, 9, 10, 11]}))
+
+
+class FakeSide:
+    """A scheduler side that matches 96 tokens and remembers what it was asked."""
+
+    def __init__(self):
+        self.pending = set()
+        self.matched = []
+        self.loads = []
+        self.scheduled = []
+        self.preempted = frozenset()
+        self.finished = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.matched.append(list(request.block_hashes))
+        return 96
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        self.loads.append((request.request_id, block_ids, num_external_tokens))
+        self.pending.add(request.request_id)
+
+    def build_connector_meta(self, scheduled, preempted_request_ids):
+        self.scheduled, self.preempted = list(scheduled), preempted_request_ids
+        return ConnectorMetadata()
+
+    def update_connector_output(self, output):
+        self.pending -= output.finished_loading
+
+    def request_finished(self, request):
+        self.finished.append(request.request_id)
+        return request.request_id in self.pending
+
+    def has_pending(self, request_id):
+        return request_id in self.pending
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def side():
+    return FakeSide()
+
+
+@pytest.fixture
+def requests(side):
+    return VllmRequests(side)
+
+
+def test_a_scheduled_request_is_passed_on_with_its_whole_table(requests, side):
+    request = FakeRequest()
+    requests.add(request)
+
+    requests.build_meta(FakeOutput({"r": 32}, {"p"}))
+
+    assert side.scheduled == [ScheduledRequest(side.scheduled[0].request, [7, 8, 9, 10, 11], 64, 32)]
+    assert side.scheduled[0].request.block_hashes == request.block_hashes
+    assert side.preempted == {"p"}
+
+
+@pytest.mark.parametrize("refused", [{"lora_request": "adapter"}, {"resumable": True}])
+def test_a_request_whose_hashes_do_not_name_its_kv_is_left_alone(requests, side, refused):
+    request = FakeRequest(**refused)
+    requests.add(request)
+
+    requests.build_meta(FakeOutput({"r": 32}))
+
+    assert requests.match(request, 0) == 0
+    assert side.matched == side.scheduled == []
+    assert requests.finish("r") is False
+
+
+def test_a_request_that_must_compute_its_prompt_is_not_matched_but_saved(requests, side):
+    request = FakeRequest(skip_reading_prefix_cache=True)
+    requests.add(request)
+
+    requests.build_meta(FakeOutput({"r": 32}))
+
+    assert requests.match(request, 0) == 0
+    assert len(side.scheduled) == 1
+
+
+def test_pages_under_a_save_are_held_until_it_has_ended_and_let_go_once(requests, side):
+    requests.add(FakeRequest())
+    side.pending.add("r")
+
+    assert requests.finish("r") is True
+    assert requests.build_meta(FakeOutput()).let_go == frozenset()
+    side.pending.clear()
+    assert requests.build_meta(FakeOutput()).let_go == {"r"}
+    assert requests.build_meta(FakeOutput()).let_go == frozenset()
+
+
+def test_pages_of_an_aborted_load_are_left_to_vllm(requests, side):
+    """vLLM keeps them until finished_recving; to name the request in finished_sending too would be one too many."""
+    request = FakeRequest()
+    requests.add(request)
+    requests.load("r", [7, 8, 9], requests.match(request, 0))
+
+    assert requests.finish("r") is False
+    requests.take(WorkerOutput(finished_loading=frozenset({"r"})))
+
+    assert side.loads == [("r", [7, 8, 9], 96)]
+    assert requests.build_meta(FakeOutput()).let_go == frozenset()
+    assert side.finished == ["r"]
+
+
+def test_pages_saved_after_a_load_are_held(requests, side):
+    request = FakeRequest()
+    requests.add(request)
+    requests.load("r", [7, 8, 9], requests.match(request, 0))
+    requests.take(WorkerOutput(finished_loading=frozenset({"r"})))
+    side.pending.add("r")
+
+    assert requests.finish("r") is True
+
+
+def test_after_a_reset_no_key_is_one_of_before_and_live_requests_are_left_alone(requests, side):
+    before, after = FakeRequest("r"), FakeRequest("new")
+    requests.add(before)
+    requests.reset()
+    requests.add(after)
+
+    requests.build_meta(FakeOutput({"r": 32}))
+
+    assert requests.match(before, 0) == 0
+    assert side.scheduled == []
+    assert requests.match(after, 0) == 96
+    (salted,) = side.matched
+    assert len(set(salted)) == 4
+    assert {len(key) for key in salted} == {32}
+    assert not set(salted) & set(after.block_hashes)
+    assert requests.finish("r") is False
+    assert side.finished == ["r"]
+
+
+def test_hashes_after_a_reset_follow_a_growing_request(requests, side):
+    requests.reset()
+    request = FakeRequest()
+    requests.add(request)
+
+    requests.match(request, 0)
+    request.block_hashes.append(bytes(32))
+    requests.match(request, 0)
+
+    first, second = side.matched
+    assert second[:4] == first
+    assert len(second) == 5
+
+
+def test_what_travels_between_the_processes_can_be_pickled():
+    meta = ConnectorMetadata(preempted_request_ids=frozenset({"r"}), boot_id=b"b" * 16)
+    output = WorkerOutput(finished_loading=frozenset({"r"}), finished_saving=((1, (True, False)),))
+
+    assert pickle.loads(pickle.dumps((meta, output))) == (meta, output)

@@ -1,0 +1,97 @@
+"""The demo's GGUF model as a Hugging Face directory that vLLM can serve: bfloat16 safetensors, config, tokenizer.
+
+    python tests/vllm/make_model.py DIRECTORY [--scale-first-norm 1.01]
+
+The loader of the included engine has already undone llama.cpp's interleaving of Q and K rows. With --scale-first-norm the
+weights are others (a stand-in for a fine-tune), the shapes are the same.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders
+
+from kvstore.engine_connector.engine.loader import LoadedModel, load_gguf
+from kvstore.engine_connector.engine.tokenizer import BPETokenizer
+from kvstore.models import find_model
+
+
+def make_model(directory: Path, *, scale_first_norm: float = 1.0) -> Path:
+    """Write the model unless it is there. config.json comes last, so that a directory which has one is whole."""
+    if (directory / "config.json").exists():
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    loaded = load_gguf(find_model())
+    tensors = _tensors(loaded)
+    tensors["model.layers.0.input_layernorm.weight"] *= scale_first_norm
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(loaded, directory)
+    (directory / "config.json").write_text(json.dumps(_config(loaded), indent=1))
+    return directory
+
+
+def _tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    config, weights = loaded.config, loaded.weights
+    sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
+    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}."
+        q, k, v = layer.qkv.split(sizes)
+        gate, up = layer.gate_up.chunk(2)
+        tensors |= {
+            prefix + "input_layernorm.weight": layer.attn_norm,
+            prefix + "self_attn.q_proj.weight": q,
+            prefix + "self_attn.k_proj.weight": k,
+            prefix + "self_attn.v_proj.weight": v,
+            prefix + "self_attn.o_proj.weight": layer.attn_out,
+            prefix + "post_attention_layernorm.weight": layer.ffn_norm,
+            prefix + "mlp.gate_proj.weight": gate,
+            prefix + "mlp.up_proj.weight": up,
+            prefix + "mlp.down_proj.weight": layer.down,
+        }
+    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+
+
+def _config(loaded: LoadedModel) -> dict[str, object]:
+    config, weights = loaded.config, loaded.weights
+    assert weights.lm_head is weights.embedding
+    assert weights.rope_factors is None
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_eps,
+        "rope_theta": config.rope_theta,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": True,
+        "bos_token_id": loaded.vocabulary.eos_token_id,
+        "eos_token_id": loaded.vocabulary.eos_token_id,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _write_tokenizer(loaded: LoadedModel, directory: Path) -> None:
+    tokenizer = BPETokenizer(loaded.vocabulary)._text
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    eos = loaded.vocabulary.tokens[loaded.vocabulary.eos_token_id]
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": eos}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--scale-first-norm", type=float, default=1.0)
+    arguments = parser.parse_args()
+    print(make_model(arguments.directory, scale_first_norm=arguments.scale_first_norm))

@@ -1,0 +1,209 @@
+"""A sidecar and vLLM's OpenAI servers as processes. Every wait has a deadline, and shows the end of the log."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+START_DEADLINE_S = 180.0  # importing vLLM alone takes 8 s on a quiet machine, 25 on a busy one
+ANSWER_DEADLINE_S = 120.0
+LOG_DEADLINE_S = 20.0
+BLOCK_TOKENS = 32
+CONNECTOR = {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.engine_connector.vllm"}
+
+
+class Answer(NamedTuple):
+    """A greedy completion. `gaps[i]` is how far the two best tokens of step i lie apart, in log probability."""
+
+    token_ids: tuple[int, ...]
+    gaps: tuple[float, ...]
+    ttft_s: float
+
+
+class _Process:
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        self._command = command
+        self.log = log
+        self._env = os.environ | env
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> None:
+        with self.log.open("ab") as log:
+            self._child = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env, process_group=0)
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    def kill(self, signum: int = signal.SIGKILL, deadline_s: float = 20.0) -> None:
+        """Signal the process, and kill what is left of its group when it has ended or the deadline is over."""
+        if self._child is None:
+            return
+        self._child.send_signal(signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(deadline_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait(deadline_s)
+        self._child = None
+
+    def wait_for_log(self, pattern: str, *, after: int = 0, deadline_s: float = LOG_DEADLINE_S) -> re.Match[str]:
+        """The first match of `pattern` in the log, from character `after` on."""
+        until = time.monotonic() + deadline_s
+        while not (found := re.search(pattern, self.read_log()[after:])):
+            assert self.running, f"ended early:\n{self.read_log()[-4000:]}"
+            assert time.monotonic() < until, f"no {pattern!r} in the log:\n{self.read_log()[-4000:]}"
+            time.sleep(0.05)
+        return found
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class Sidecar(_Process):
+    """`kvstore serve` with a gigabyte. Started again after a kill, it has nothing and another boot id."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "kvstore.sock"
+        command = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(self.socket), "--arena", "1GiB"]
+        super().__init__([*command, "--no-grpc", "--log-level", "debug"], directory / "sidecar.log", {})
+
+    def start(self) -> None:
+        self._start()
+        until = time.monotonic() + START_DEADLINE_S
+        while not self._answers():
+            assert self.running, self.read_log()[-4000:]
+            assert time.monotonic() < until, self.read_log()[-4000:]
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.socket)) == 0
+
+
+class VllmServer(_Process):
+    """One OpenAI server in float32 on the CPU. `store`: the sidecar's socket; None serves without a connector."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        directory: Path,
+        *,
+        store: Path | None = None,
+        connector: Mapping[str, str] = CONNECTOR,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._port = _free_port()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", "model", "--port", str(self._port), "--host", "127.0.0.1"]
+        command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048", "--enforce-eager"]
+        if "--dtype" not in args:
+            command += ["--dtype", "float32"]
+        if store is not None:
+            transfer = {
+                **connector,
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"socket": str(store)},
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        quiet = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "1",
+            "OMP_WAIT_POLICY": "passive",  # busy threads of two servers on two cores make every timing useless
+            "KMP_BLOCKTIME": "0",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        }
+        super().__init__([*command, *args], directory / f"{name}.log", quiet | dict(env or {}))
+
+    def start(self) -> None:
+        self._start()
+        until = time.monotonic() + START_DEADLINE_S
+        while True:
+            try:
+                self._get("/health")
+            except urllib.error.URLError:
+                assert self.running, f"ended early:\n{self.read_log()[-6000:]}"
+                assert time.monotonic() < until, self.read_log()[-6000:]
+                time.sleep(0.2)
+            else:
+                return
+
+    def stop(self) -> None:
+        self.kill(signal.SIGTERM)
+
+    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16) -> Answer:
+        """Greedy tokens, streamed."""
+        body = {
+            "model": "model",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+        }
+        token_ids: list[int] = []
+        gaps: list[float] = []
+        started_s = time.monotonic()
+        ttft_s = 0.0
+        with self._open("/v1/completions", body) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                choice = json.loads(line[6:])["choices"][0]
+                assert choice["finish_reason"] in (None, "length"), choice
+                ttft_s = ttft_s or time.monotonic() - started_s
+                token_ids += [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+                best = [sorted(top.values())[-2:] for top in choice["logprobs"]["top_logprobs"]]
+                gaps += [high - low for low, high in best]
+        assert len(token_ids) == len(gaps) == max_tokens
+        return Answer(tuple(token_ids), tuple(gaps), ttft_s)
+
+    def forget_local_prefixes(self, *, reset_external: bool = False) -> None:
+        """Empty vLLM's own prefix cache; with `reset_external` the connector is told too."""
+        self._open(f"/reset_prefix_cache?reset_external={str(reset_external).lower()}", {}).close()
+
+    def metric(self, name: str) -> float:
+        """Sum over the labels of one of vLLM's counters."""
+        lines = self._get("/metrics").decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+
+    @property
+    def external_hits(self) -> float:
+        """Tokens that came from the connector, by vLLM's own count."""
+        return self.metric("vllm:external_prefix_cache_hits_total")
+
+    def _get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=10) as reply:
+            content: bytes = reply.read()
+            return content
+
+    def _open(self, path: str, body: object) -> "urllib.request._UrlopenRet":
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        return urllib.request.urlopen(request, timeout=ANSWER_DEADLINE_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
