@@ -9,7 +9,8 @@
 Invariants, by which tests/unit/test_scheduler_side.py goes:
 
 R1 A request has at most one load at a time, and none of its blocks is saved while it loads.
-R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort.
+R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort; when the
+   sidecar could not be told, the Renew after the next connection ends it by not naming it.
 R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
 R4 A request whose load failed in any block is not matched again.
 R5 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.

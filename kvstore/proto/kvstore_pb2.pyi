@@ -181,12 +181,14 @@ class ReleaseReply(_message.Message):
     def __init__(self, boot_id: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("lease_ids", "ttl_s")
+    __slots__ = ("lease_ids", "ttl_s", "others_ended")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_ENDED_FIELD_NUMBER: _ClassVar[int]
     lease_ids: bytes
     ttl_s: float
-    def __init__(self, lease_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    others_ended: bool
+    def __init__(self, lease_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., others_ended: bool = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ("ended_lease_ids", "boot_id")

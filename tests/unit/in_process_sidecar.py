@@ -1,0 +1,169 @@
+"""The real store behind the client's interface, without sockets: what the connector's two sides are tested against.
+
+It can be away (calls raise PeerUnavailable and the connection is lost), lose a reply on its way (the store has acted, the
+caller does not know), and restart (an empty store, another arena, another boot id).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client import Acquired, NamespaceInfo, Reserved
+from kvstore.core.blocks import Extent, Holder
+from kvstore.core.clock import ManualClock
+from kvstore.core.errors import PeerUnavailable
+from kvstore.core.keys import KVSpec
+from kvstore.core.plans import Match
+from kvstore.store import Store
+from kvstore.tiers.slots import SegmentedSlots
+
+T = TypeVar("T")
+SEGMENT_BYTES = 64 << 10
+INSTANCE = b"engine under test"[:16]
+
+
+@dataclass
+class Arena:
+    """As kvstore.client_arena.ClientArena."""
+
+    boot_id: bytes
+    array: NDArray[np.uint8]
+    generations: NDArray[np.uint64]
+
+
+class InProcessSidecar:
+    """One boot after another of a store with `num_segments` segments of 64 KiB."""
+
+    def __init__(self, *, num_segments: int = 4, clock: ManualClock | None = None) -> None:
+        self.clock = clock or ManualClock()
+        self.num_segments = num_segments
+        self.away = False
+        self.lose_next_reply = False
+        self._boots = itertools.count(1)
+        self._sessions = itertools.count(1)
+        self.restart()
+
+    def restart(self) -> None:
+        nbytes = self.num_segments * SEGMENT_BYTES
+        generations = np.zeros(nbytes // 4096, np.uint64)
+        slots = SegmentedSlots(nbytes, generations=generations, segment_bytes=SEGMENT_BYTES)
+        slots.add_segments(self.num_segments)
+        self.store = Store(pinned=slots)
+        self.arena = Arena(next(self._boots).to_bytes(16, "little"), np.zeros(nbytes, np.uint8), generations)
+
+    def next_session_id(self) -> int:
+        return next(self._sessions)
+
+    @property
+    def limbo_bytes(self) -> int:
+        return self.store.stats().tiers[0].limbo_bytes
+
+    def check_no_lease(self) -> None:
+        """Nothing is leased or in limbo, and every invariant holds."""
+        self.store.check()
+        stats = self.store.stats()
+        assert stats.num_leases == stats.num_expired_leases == 0
+        assert stats.tiers[0].limbo_bytes == stats.tiers[0].writing_bytes == 0
+
+
+@dataclass
+class InProcessClient:
+    """As kvstore.client.Client. `calls` names the verbs that reached the store, in order."""
+
+    sidecar: InProcessSidecar
+    spec: KVSpec
+    instance: bytes = INSTANCE
+    boot_id: bytes = b""
+    arena: Arena | None = None
+    namespaces: tuple[NamespaceInfo, ...] = ()
+    calls: list[str] = field(default_factory=list)
+    closed: bool = False
+    _holder: Holder | None = None
+
+    def connect(self) -> None:
+        if self.sidecar.away:
+            raise PeerUnavailable("absent")
+        self._lose()
+        self._holder = Holder(self.instance, self.sidecar.next_session_id())
+        self.boot_id, self.arena = self.sidecar.arena.boot_id, self.sidecar.arena
+        info = self.sidecar.store.open_namespace(self.spec, "")
+        self.namespaces = (NamespaceInfo(info.namespace, info.block_nbytes, info.num_blocks, ()),)
+
+    def match(self, namespace: bytes, keys: list[bytes]) -> Match:
+        return self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
+
+    def acquire(self, request_id: str, namespace: bytes, keys: list[bytes], *, first_needed: int = 0) -> Acquired:
+        def run(store: Store, now_s: float) -> Acquired:
+            grant = store.acquire(self._held_by(), request_id, namespace, keys, first_needed, 0.0, now_s)
+            ready = b"\x01" * len(grant.extents)
+            return Acquired(grant.lease_id, grant.expires_s - now_s, grant.num_blocks, *_columns(grant.extents), ready)
+
+        return self._call("acquire", run)
+
+    def reserve(self, request_id: str, namespace: bytes, keys: list[bytes], *, parent: bytes = b"") -> Reserved:
+        def run(store: Store, now_s: float) -> Reserved:
+            grant = store.reserve(self._held_by(), request_id, namespace, parent, keys, 0.0, now_s)
+            return Reserved(
+                grant.lease_id,
+                grant.expires_s - now_s,
+                bytes(grant.statuses),
+                *_columns(grant.extents),
+                grant.declined_reason,
+            )
+
+        return self._call("reserve", run)
+
+    def commit(self, lease_id: int, keys: list[bytes] | None = None) -> int:
+        return self._call("commit", lambda store, now_s: store.commit(self._held_by(), lease_id, keys, now_s))
+
+    def abort(self, lease_id: int) -> None:
+        self._call("abort", lambda store, now_s: store.abort(self._held_by(), lease_id, now_s))
+
+    def release(self, lease_id: int, outcome: int) -> None:
+        self._call("release", lambda store, now_s: store.release(self._held_by(), lease_id, now_s))
+
+    def renew(self, lease_ids: list[int], ttl_s: float = 0.0, *, others_ended: bool = False) -> list[int]:
+        def run(store: Store, now_s: float) -> list[int]:
+            return store.renew(self._held_by(), lease_ids, ttl_s, now_s, others_ended=others_ended)
+
+        return self._call("renew", run)
+
+    def close(self) -> None:
+        self._lose()
+        self.closed = True
+
+    def _call(self, verb: str, run: Callable[[Store, float], T]) -> T:
+        sidecar = self.sidecar
+        if self._holder is None or sidecar.away or self.boot_id != sidecar.arena.boot_id:
+            self._lose()
+            raise PeerUnavailable("absent")
+        self.calls.append(verb)
+        answer = run(sidecar.store, sidecar.clock.now_s())
+        sidecar.store.check()
+        if sidecar.lose_next_reply:
+            sidecar.lose_next_reply = False
+            self._lose()
+            raise PeerUnavailable("no answer within the deadline")
+        return answer
+
+    def _lose(self) -> None:
+        """The connection ends; the store hears of it if it is the one we were connected to."""
+        if self._holder is not None and self.boot_id == self.sidecar.arena.boot_id:
+            self.sidecar.store.end_session(self._holder, self.sidecar.clock.now_s())
+        self._holder = None
+
+    def _held_by(self) -> Holder:
+        assert self._holder is not None
+        return self._holder
+
+
+def _columns(extents: Sequence[Extent]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Offsets and generations, as they travel."""
+    return (
+        np.array([extent.offset for extent in extents], np.uint64),
+        np.array([extent.generation for extent in extents], np.uint64),
+    )
