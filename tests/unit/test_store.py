@@ -1,6 +1,7 @@
 """The store's verbs, one behaviour a test. Blocks are pages here: a key's slot is 4 KiB, a segment holds 16 of them."""
 
 import pytest
+from small_store import PAGE, SEGMENT, SmallStore, spec
 
 from kvstore.core.blocks import Extent, Holder, KeyStatus
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
@@ -8,7 +9,6 @@ from kvstore.core.events import BlockRemoved, BlockStored, RemovalReason
 from kvstore.core.keys import HashScheme
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.counters import COUNTERS
-from small_store import PAGE, SEGMENT, SmallStore, spec
 
 GRANTED, HELD, DECLINED = KeyStatus.GRANTED, KeyStatus.HELD, KeyStatus.DECLINED
 ANNA, BERT = Holder(b"anna" * 4, 1), Holder(b"bert" * 4, 2)
