@@ -263,7 +263,7 @@ def test_a_prompt_of_exactly_the_limit_gets_its_one_token(make_llm, prompts):
     ("settings", "field"),
     [
         ({"num_pages": 0}, "num_pages"),
-        ({"num_pages": 1 << 30}, "num_pages"),
+        ({"num_pages": (1 << 31) + 1}, "num_pages"),
         ({"block_tokens": 0}, "block_tokens"),
         ({"max_batch": 0}, "max_batch"),
         ({"chunk_tokens": 30}, "chunk_tokens"),
