@@ -79,7 +79,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         if self.segment_bytes % SLOT_ALIGN_BYTES:
             raise _wrong("segment_bytes", self.segment_bytes, f"use a multiple of {SLOT_ALIGN_BYTES}")
         if 0 < self.arena_bytes < self.segment_bytes:
-            raise _wrong("arena_bytes", self.arena_bytes, f"use at least one segment, {self.segment_bytes}")
+            raise _wrong(
+                "arena_bytes",
+                format_size(self.arena_bytes),
+                f"use at least one segment, {format_size(self.segment_bytes)}",
+            )
         longest = MAX_SOCKET_PATH_BYTES - len(".grpc")
         if len(os.fsencode(self.socket)) > longest:
             raise _wrong("socket", self.socket, f"a Unix socket's path has at most {longest} bytes here")
@@ -179,7 +183,11 @@ def arena_nbytes(config: Config, available_bytes: int) -> int:
             "arena_bytes", config.arena_bytes, f"{available_bytes / (1 << 30):.1f}GiB of memory are available here"
         )
     if nbytes == 0:
-        raise _wrong("segment_bytes", config.segment_bytes, f"an arena of {wanted} bytes has no room for one segment")
+        raise _wrong(
+            "segment_bytes",
+            format_size(config.segment_bytes),
+            f"{wanted} bytes of arena have no room for one segment",
+        )
     return nbytes
 
 
@@ -225,5 +233,5 @@ def _right(base: type, meta: msgspec.Meta, unit: str) -> str:
     high = f"to {meta.le}" if meta.le is not None else ""
     kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}[base.__name__]
     if unit == "bytes":
-        kind = "a size such as 4GiB"
+        return f"use a size such as 4GiB, from {format_size(int(meta.ge or 0))} to {format_size(int(meta.le or 0))}"
     return " ".join(part for part in ("use", kind, low, high, f"({unit})" if unit else "") if part)

@@ -36,7 +36,7 @@ class SocketPath:
             for path in (self.path, self.grpc_path):
                 _remove_stale(path)
         except ConfigError:
-            self.release()
+            self._unlock()
             raise
 
     def bind(self) -> socket.socket:
@@ -55,8 +55,12 @@ class SocketPath:
         """Remove our files and let go. Idempotent."""
         if self._lock_fd < 0:
             return
-        for path in (self.path, self.grpc_path, self._lock_path):
+        for path in (self.path, self.grpc_path):
             Path(path).unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        Path(self._lock_path).unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
 

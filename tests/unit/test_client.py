@@ -1,0 +1,257 @@
+"""The client against sidecars that are slow, gone, or talk nonsense; a scripted one in a thread stands in for them."""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import Client
+from kvstore.core.errors import ConfigError, LeaseExpired, LocalProtocolError, PeerUnavailable, SpecMismatch
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.transport.frames import FROM_CLIENT, Frame, FrameDecoder, Kind, Verb, encode_frame
+
+BOOT = b"b" * 16
+HELLO = pb.HelloReply(protocol_version=1, boot_id=BOOT, session_id=1)
+Script = Callable[[Frame], bytes | None]  # the bytes to answer a request with; None: close
+
+
+class ScriptedSidecar:
+    """Answers each request as the script says."""
+
+    def __init__(self, path: Path) -> None:
+        self.script: Script = answer
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(5)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with sock:
+                self._converse(sock)
+
+    def _converse(self, sock: socket.socket) -> None:
+        decoder = FrameDecoder(FROM_CLIENT)
+        while chunk := sock.recv(1 << 16):
+            decoder.feed(chunk)
+            while (frame := decoder.next_frame()) is not None:
+                if (reply := self.script(frame)) is None:
+                    return
+                sock.sendall(reply)
+
+
+def reply(frame: Frame, message: object, kind: Kind = Kind.REPLY) -> bytes:
+    return encode_frame(frame.verb, kind, frame.call_id, message.SerializeToString())  # type: ignore[attr-defined]
+
+
+def answer(frame: Frame) -> bytes:
+    return reply(frame, HELLO if frame.verb is Verb.HELLO else pb.MatchReply(num_blocks=3, boot_id=BOOT))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[ScriptedSidecar]:
+    scripted = ScriptedSidecar(tmp_path / "s")
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    made = Client(
+        str(tmp_path / "s"),
+        instance=uuid.uuid4().bytes,
+        role=pb.BOTH,
+        want_arena=False,
+        connect_deadline_s=0.5,
+        call_deadline_s=0.2,
+    )
+    yield made
+    made.close()
+
+
+def then(script: Script) -> Script:
+    """Answer Hello well, everything else by `script`."""
+    return lambda frame: answer(frame) if frame.verb is Verb.HELLO else script(frame)
+
+
+def test_a_call_is_answered(sidecar: ScriptedSidecar, client: Client) -> None:
+    client.connect()
+
+    assert client.match(bytes(16), []).num_blocks == 3
+    assert client.boot_id == BOOT
+    assert client.connected
+
+
+def test_an_unconnected_client_says_so_at_once(client: Client) -> None:
+    with pytest.raises(PeerUnavailable, match="not connected"):
+        client.match(bytes(16), [])
+
+
+def test_events_are_let_pass(sidecar: ScriptedSidecar, client: Client) -> None:
+    event = encode_frame(Verb.ACQUIRE, Kind.EVENT, 0, b"news")
+    sidecar.script = then(lambda frame: event + answer(frame) + event)
+    client.connect()
+
+    assert [client.match(bytes(16), []).num_blocks for _ in range(3)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda _: None,  # end of file
+        lambda _: b"",  # silence
+        lambda _: b"\x05\x00\x00",  # half a header and silence
+        lambda frame: answer(frame)[:-1],  # half a frame
+        lambda _: b"\xff" * 64,  # garbage
+        lambda frame: answer(frame._replace(call_id=frame.call_id + 1)),
+        lambda frame: answer(frame._replace(verb=Verb.STATS)),
+        lambda frame: encode_frame(frame.verb, Kind.REPLY, frame.call_id, b"\xff\xff"),  # does not parse
+        lambda frame: reply(frame, pb.MatchReply(boot_id=b"another")),
+    ],
+)
+def test_whatever_goes_wrong_is_unavailable_within_the_deadline_and_stays_so_until_connect(
+    sidecar: ScriptedSidecar, client: Client, script: Script
+) -> None:
+    client.connect()
+    sidecar.script = then(script)
+    started_s = time.monotonic()
+
+    with pytest.raises(PeerUnavailable) as error:
+        client.match(bytes(16), [])
+
+    assert time.monotonic() - started_s < 0.2 + 0.5  # a busy machine
+    assert error.value.fields["deadline_s"] == 0.2
+    assert not client.connected
+    with pytest.raises(PeerUnavailable, match="not connected"):
+        client.match(bytes(16), [])
+    sidecar.script = answer
+    client.connect()
+    assert client.match(bytes(16), []).num_blocks == 3
+
+
+def test_a_reply_that_trickles_in_does_not_stretch_the_deadline(sidecar: ScriptedSidecar, client: Client) -> None:
+    """The deadline is over the whole call, not over each read."""
+    pieces = threading.Event()
+
+    def trickle(frame: Frame) -> bytes:
+        pieces.wait(0.15)
+        return answer(frame)[:4]
+
+    client.connect()
+    sidecar.script = then(trickle)
+    started_s = time.monotonic()
+
+    with pytest.raises(PeerUnavailable):
+        client.match(bytes(16), [])
+
+    assert time.monotonic() - started_s < 0.2 + 0.1
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [pb.HelloReply(protocol_version=2, boot_id=BOOT), pb.HelloReply()],
+)
+def test_another_protocol_version_is_unavailable(
+    sidecar: ScriptedSidecar, client: Client, hello: pb.HelloReply
+) -> None:
+    sidecar.script = lambda frame: reply(frame, hello)
+
+    with pytest.raises(PeerUnavailable, match="protocol_version"):
+        client.connect()
+
+
+def test_an_error_in_hello_is_raised_as_its_class(sidecar: ScriptedSidecar, client: Client) -> None:
+    error = pb.ErrorReply(code="SpecMismatch", message="dtype: no", fields={"field": "dtype"}, boot_id=BOOT)
+    sidecar.script = lambda frame: reply(frame, error, Kind.ERROR)
+
+    with pytest.raises(SpecMismatch, match="dtype") as raised:
+        client.connect()
+
+    assert raised.value.fields == {"field": "dtype"}
+    assert not client.connected
+
+
+def test_an_error_in_a_call_is_raised_and_the_connection_stays(sidecar: ScriptedSidecar, client: Client) -> None:
+    error = pb.ErrorReply(code="LeaseExpired", message="gone", fields={"lease_id": "7"}, boot_id=BOOT)
+    client.connect()
+    sidecar.script = then(lambda frame: reply(frame, error, Kind.ERROR))
+
+    with pytest.raises(LeaseExpired):
+        client.commit(7)
+
+    assert client.connected
+    sidecar.script = answer
+    assert client.match(bytes(16), []).num_blocks == 3
+
+
+def test_a_forked_child_is_refused_and_does_not_disturb_the_parent(sidecar: ScriptedSidecar, client: Client) -> None:
+    client.connect()
+    outcome, report = os.pipe()
+
+    child = os.fork()
+    if child == 0:
+        try:
+            client.match(bytes(16), [])
+            os.write(report, b"served")
+        except LocalProtocolError as err:
+            client.close()
+            os.write(report, str(err.fields["field"]).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+    assert os.read(outcome, 100) == b"pid"
+    assert client.match(bytes(16), []).num_blocks == 3
+    os.close(outcome)
+    os.close(report)
+
+
+def test_calls_of_many_threads_do_not_mix(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    def echo_length(frame: Frame) -> bytes:
+        return reply(frame, pb.MatchReply(num_blocks=len(pb.MatchRequest.FromString(frame.body).keys), boot_id=BOOT))
+
+    sidecar.script = then(echo_length)
+    client = Client(str(tmp_path / "s"), instance=bytes(16), role=pb.BOTH, want_arena=False, call_deadline_s=5)
+    wrong: list[int] = []
+
+    def ask(length: int) -> None:
+        wrong.extend(length for _ in range(50) if client.match(bytes(16), bytes(length)).num_blocks != length)
+
+    with client:
+        threads = [threading.Thread(target=ask, args=(length,)) for length in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"path": "/" + "x" * 108, "role": pb.BOTH, "instance": bytes(16)}, "path"),
+        ({"path": "/s", "role": pb.BOTH, "instance": b""}, "instance"),
+        ({"path": "/s", "role": pb.TOOL, "instance": bytes(16)}, "instance"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Client(**arguments)  # type: ignore[arg-type]
+
+    assert error.value.fields["field"] == field

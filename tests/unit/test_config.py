@@ -1,0 +1,151 @@
+"""Settings: precedence, sizes, and errors that name field, value and what would be right."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.config import (
+    Config,
+    arena_nbytes,
+    default_socket_path,
+    format_size,
+    load_config,
+    parse_size,
+    settings,
+)
+from kvstore.core.errors import ConfigError
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('arena_bytes = "2GiB"\nlease_ttl_s = 10\nmetrics_port = 9000\n')
+    environ = {"KVSTORE_LEASE_TTL_S": "20", "KVSTORE_METRICS_PORT": "9001", "HOME": "/"}
+
+    config = load_config(file=file, environ=environ, flags={"metrics_port": 9002, "log_level": None})
+
+    assert (config.arena_bytes, config.lease_ttl_s, config.metrics_port, config.log_level) == (
+        2 * GIB,
+        20.0,
+        9002,
+        "info",
+    )
+    assert load_config() == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4GiB", 4 * GIB), ("512 MiB", 512 * MIB), ("1.5gib", 3 * GIB // 2), ("4096", 4096), (" 1TiB ", 1 << 40), (7, 7)],
+)
+def test_sizes_are_read(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@given(st.integers(1, 1 << 50))
+def test_sizes_are_written_exactly(nbytes: int) -> None:
+    text = format_size(nbytes)
+
+    assert parse_size(text.removesuffix("B") if text.endswith("B") and "i" not in text else text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "right"),
+    [
+        ({"arena_bytes": "4XiB"}, "arena_bytes", "size such as 4GiB"),
+        ({"arena_bytes": "GiB"}, "arena_bytes", "size such as 4GiB"),
+        ({"arena_bytes": "-1"}, "arena_bytes", "from 0"),
+        ({"arena_bytes": "infGiB"}, "arena_bytes", "size such as 4GiB"),
+        ({"arena_bytes": "1MiB"}, "arena_bytes", "at least one segment"),
+        ({"segment_bytes": "1000000"}, "segment_bytes", "multiple of 4096"),
+        ({"lease_ttl_s": 0.0}, "lease_ttl_s", "above 0"),
+        ({"lease_ttl_s": float("nan")}, "lease_ttl_s", "above 0"),
+        ({"lease_ttl_s": 301.0}, "lease_ttl_s", "to 300"),
+        ({"limbo_fraction": 1.5}, "limbo_fraction", "to 1"),
+        ({"metrics_port": 70000}, "metrics_port", "to 65535"),
+        ({"grpc": "maybe"}, "grpc", "true or false"),
+        ({"log_level": "loud"}, "log_level", "debug, info, warning, error"),
+        ({"socket": "/tmp/" + "x" * 120}, "socket", "at most 102 bytes"),
+        ({"grpc_tcp": "7077"}, "grpc_tcp", "host:port"),
+        ({"grpc_tcp": "0.0.0.0:7077"}, "grpc_tcp", "needs mutual TLS"),
+        ({"grpc_tls_cert": "a.pem"}, "grpc_tls_key", "together"),
+    ],
+)
+def test_wrong_values_name_field_value_and_what_is_right(flags: dict[str, object], field: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(right)) as error:
+        load_config(flags=flags)
+
+    assert error.value.fields["field"] == field
+    assert error.value.message.startswith(f"{field}: ")
+    assert field not in flags or error.value.fields["value"] == str(flags[field])
+
+
+def test_the_source_of_a_wrong_value_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text("metrics_port = true")
+
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        load_config(file=file)
+    with pytest.raises(ConfigError, match="in the environment"):
+        load_config(environ={"KVSTORE_METRICS_PORT": "http"})
+
+
+def test_unknown_names_are_errors_with_the_nearest_known_one(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('arena = "1GiB"')
+
+    with pytest.raises(ConfigError, match="did you mean arena_bytes"):
+        load_config(file=file)
+    with pytest.raises(ConfigError, match="did you mean lease_ttl_s"):
+        load_config(environ={"KVSTORE_LEASE_TTL": "3"})
+
+
+def test_foreign_variables_with_the_prefix_are_let_pass() -> None:
+    """Kubernetes puts these into every pod of a namespace that has a service called kvstore."""
+    environ = {"KVSTORE_PORT": "tcp://10.0.0.1:80", "KVSTORE_SERVICE_HOST": "10.0.0.1", "KVSTORE_MODEL": "x.gguf"}
+
+    assert load_config(environ=environ) == Config()
+
+
+@pytest.mark.parametrize("text", ["arena_bytes = ", "\xff"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_bytes(text.encode("latin-1"))
+
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        load_config(file=file)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(file=tmp_path / "none.toml")
+
+
+def test_every_setting_has_a_description_and_a_default_in_its_range() -> None:
+    for setting in settings():
+        assert setting.description
+        assert load_config(flags={setting.name: setting.default}) == Config()
+
+
+def test_the_arena_is_sized_in_whole_segments_and_within_memory() -> None:
+    config = Config(segment_bytes=64 * MIB)
+
+    assert arena_nbytes(config, 64 * GIB) == GIB
+    assert arena_nbytes(config, 2 * GIB) == 512 * MIB
+    assert arena_nbytes(Config(arena_bytes=100 * MIB, segment_bytes=64 * MIB), GIB) == 64 * MIB
+    with pytest.raises(ConfigError, match="available"):
+        arena_nbytes(Config(arena_bytes=2 * GIB), GIB)
+    with pytest.raises(ConfigError, match="no room for one segment"):
+        arena_nbytes(config, 128 * MIB)
+
+
+def test_the_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_SOCKET", "/a/b.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert default_socket_path() == "/a/b.sock"
+
+    monkeypatch.delenv("KVSTORE_SOCKET")
+    assert default_socket_path() == "/run/user/7/kvstore.sock"
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert re.fullmatch(r"/tmp/kvstore-\d+\.sock", default_socket_path())
