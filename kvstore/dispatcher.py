@@ -6,17 +6,14 @@ connection goes on. Runs on the loop thread, inside one turn: between two calls 
 
 import logging
 import math
-from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from kvstore import __version__
-from kvstore.core.blocks import Extent
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError, Overloaded, RemoteProtocolError, SpecMismatch
 from kvstore.core.keys import NAMESPACE_NBYTES, KVSpec, unpack_keys
@@ -215,9 +212,9 @@ class Dispatcher:
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
             num_blocks=grant.num_blocks,
-            offsets=_offsets(grant.extents),
-            generations=_generations(grant.extents),
-            ready=b"\x01" * len(grant.extents),
+            offsets=grant.slots.offsets.tobytes(),
+            generations=grant.slots.generations.tobytes(),
+            ready=b"\x01" * len(grant.slots.offsets),
             boot_id=self._boot_id,
         )
 
@@ -268,8 +265,8 @@ class Dispatcher:
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
             statuses=bytes(grant.statuses),
-            offsets=_offsets(grant.extents),
-            generations=_generations(grant.extents),
+            offsets=grant.slots.offsets.tobytes(),
+            generations=grant.slots.generations.tobytes(),
             declined_reason=grant.declined_reason,
             boot_id=self._boot_id,
         )
@@ -418,14 +415,6 @@ def _check_duration(field: str, value_s: float) -> None:
 def _check_enum(field: str, value: int, known: Mapping[int, str]) -> None:
     if value not in known:
         raise _wrong(field, value, "use " + ", ".join(f"{number} ({name})" for number, name in known.items()))
-
-
-def _offsets(extents: Sequence[Extent]) -> bytes:
-    return array("Q", map(itemgetter(0), extents)).tobytes()
-
-
-def _generations(extents: Sequence[Extent]) -> bytes:
-    return array("Q", map(itemgetter(2), extents)).tobytes()
 
 
 def _travelling(text: str) -> str:

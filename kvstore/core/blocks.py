@@ -22,6 +22,14 @@ class SlotArrays(NamedTuple):
     offsets: NDArray[np.int64]
     generations: NDArray[np.uint64]
 
+    def extents(self, nbytes: int) -> tuple[Extent, ...]:
+        """An object each, for blocks of `nbytes`."""
+        columns = self.offsets.tolist(), self.generations.tolist()
+        return tuple([Extent(offset, nbytes, generation) for offset, generation in zip(*columns, strict=True)])
+
+
+NO_SLOTS = SlotArrays(np.empty(0, np.int64), np.empty(0, np.uint64))
+
 
 class PlacementState(enum.IntEnum):
     """Life of a copy of a block in a tier: NONE -> WRITING -> READY -> LEAVING -> NONE; abort goes WRITING -> NONE.

@@ -21,7 +21,7 @@ MAX_NAMESPACES = 4096
 """Namespaces that hold blocks or are open in a session. More: Overloaded at Hello."""
 
 MAX_PROCESSES_PER_INSTANCE = 256
-"""Processes of one engine that are watched, those included whose connections ended. More: Overloaded, the connection is closed."""
+"""Watched processes of one engine, those included whose connections ended. More: Overloaded, the connection is closed."""
 
 HELLO_DEADLINE_S = 5.0
 """A connection that has not said Hello by then is closed."""
@@ -51,7 +51,7 @@ SESSION_IDLE_S = 60.0
 """A gRPC session (it has no connection of its own) without a call for so long ends."""
 
 GRPC_CALL_DEADLINE_S = 5.0
-"""A call from another thread (gRPC, metrics) that the brain loop has not served by then: PeerUnavailable, and it is not served later."""
+"""A call from another thread (gRPC, metrics) that the brain loop has not come to by then: PeerUnavailable; never served."""
 
 MAX_GRPC_CALLS = 256
 """gRPC calls under way at once. More: RESOURCE_EXHAUSTED."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvstore.core.blocks import Extent, KeyStatus
+from kvstore.core.blocks import Extent, KeyStatus, SlotArrays
 
 
 class Match(NamedTuple):
@@ -13,22 +13,34 @@ class Match(NamedTuple):
 
 
 class ReadGrant(NamedTuple):
-    """A read lease: `extents[i]` holds `keys[first_needed + i]` and stays readable until the lease ends."""
+    """A read lease: slot i holds `keys[first_needed + i]` and stays readable until the lease ends."""
 
     lease_id: int  # 0: nothing was granted, there is nothing to release
     expires_s: float  # on the store's clock
     num_blocks: int  # length of the READY prefix, in blocks from the first key
-    extents: tuple[Extent, ...]  # of keys[first_needed:num_blocks]
+    slots: SlotArrays  # of keys[first_needed:num_blocks]; as columns, since 512 objects cost as much as the rest of the call
+    block_nbytes: int
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The slots as objects."""
+        return self.slots.extents(self.block_nbytes)
 
 
 class WriteGrant(NamedTuple):
-    """A write lease: `extents` are the slots of the GRANTED keys, in order."""
+    """A write lease: `slots` are those of the GRANTED keys, in order."""
 
     lease_id: int  # 0: nothing was granted
     expires_s: float
     statuses: tuple[KeyStatus, ...]  # one per key
-    extents: tuple[Extent, ...]
+    slots: SlotArrays
+    block_nbytes: int
     declined_reason: str  # "" | "no_space" | "orphan" | "limbo_limit"
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The slots as objects."""
+        return self.slots.extents(self.block_nbytes)
 
 
 TIERS = ("pinned", "nvme", "peer", "hbm")
