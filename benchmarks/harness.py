@@ -22,6 +22,7 @@ from rich.table import Table
 _PACKAGES = ("numpy", "xxhash", "torch", "uvloop", "grpcio", "protobuf")
 
 Cell = str | int | float
+Row = Mapping[str, Cell]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Report:
 
     question: str
     command: str
-    rows: Sequence[Mapping[str, Cell]]
+    rows: Sequence[Row]
     goals: Sequence[Goal] = ()
     remarks: Sequence[str] = ()
 
@@ -72,7 +73,7 @@ def interleave(cases: Mapping[str, Callable[[], object]], *, rounds: int, warm_u
     assert rounds > 0
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(-warm_up, rounds):
-        order = list(cases) if number % 2 == 0 else list(reversed(cases))
+        order = list(cases)[:: 1 if number % 2 == 0 else -1]
         for name in order:
             took_s = timed(cases[name])
             if number >= 0:

@@ -1,0 +1,57 @@
+"""The demo's rows as a table for people."""
+
+from rich.table import Table
+
+from kvstore.demo.outcome import TIE_EPSILON, Row
+from kvstore.demo.run import DemoResult
+
+_TITLES = {
+    "off": "store off",
+    "cold_a": "A, cold",
+    "warm_a": "A, warm (own pool)",
+    "warm_b": "B, warm (store)",
+    "restarted_a": "A restarted (store)",
+    "restarted_b": "B restarted (store)",
+    "other_question": "B, another question",
+}
+
+_COLUMNS = ("TTFT", "speed-up", "prefilled", "own pool", "fetched", "moved", "output")
+
+CAPTION = (
+    "TTFT: request in to first token out, inside the engine process. Every engine process answered one short, unrelated "
+    "prompt before. Speed-up: against A, cold. Output: against the store switched off; a tie is a step at which that "
+    f"run's two best logits lie closer than {TIE_EPSILON}."
+)
+
+
+def make_table(result: DemoResult) -> Table:
+    """All cases in order, then the other question."""
+    rows = (*result.rows, result.other_question)
+    cold_s = next(row.answer.ttft_s for row in rows if row.case == "cold_a")
+    table = Table(
+        title=f"one document of {rows[0].answer.prompt_tokens:,} tokens", caption=CAPTION, caption_justify="left"
+    )
+    table.add_column("case")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "output" else "right")
+    for row in rows:
+        table.add_row(_TITLES[row.case], *_cells(row, cold_s))
+    return table
+
+
+def _cells(row: Row, cold_s: float) -> tuple[str, ...]:
+    answer = row.answer
+    return (
+        f"{answer.ttft_s:.3f} s",
+        f"{cold_s / answer.ttft_s:.1f} x",
+        f"{answer.prefilled_tokens:,}",
+        f"{answer.local_cached_tokens:,}",
+        f"{answer.fetched_tokens:,}",
+        _moved(row),
+        row.sameness.how if row.sameness.same else f"[bold red]{row.sameness.how}[/bold red]",
+    )
+
+
+def _moved(row: Row) -> str:
+    parts = ((row.saved_bytes, "out"), (row.answer.fetched_bytes, "in"))
+    return ", ".join(f"{nbytes / 1e6:.1f} MB {way}" for nbytes, way in parts if nbytes) or "-"
