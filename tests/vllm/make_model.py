@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import decoders
 
 from kvstore.engine_connector.engine.loader import LoadedModel, load_gguf
@@ -21,6 +20,8 @@ from kvstore.models import find_model
 
 def make_model(directory: Path, *, scale_first_norm: float = 1.0) -> Path:
     """Write the model unless it is there. config.json comes last, so that a directory which has one is whole."""
+    from safetensors.torch import save_file  # only where vLLM is
+
     if (directory / "config.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)

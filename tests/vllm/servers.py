@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,14 @@ class Answer(NamedTuple):
     token_ids: tuple[int, ...]
     gaps: tuple[float, ...]
     ttft_s: float
+
+
+def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Wait until the condition holds."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 class _Process:
@@ -85,6 +93,15 @@ class Sidecar(_Process):
             assert self.running, self.read_log()[-4000:]
             assert time.monotonic() < until, self.read_log()[-4000:]
             time.sleep(0.05)
+
+    def pause(self) -> None:
+        """Hang: connections stay, nothing is answered."""
+        assert self._child is not None
+        self._child.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._child is not None
+        self._child.send_signal(signal.SIGCONT)
 
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -175,6 +192,14 @@ class VllmServer(_Process):
                 gaps += [high - low for low, high in best]
         assert len(token_ids) == len(gaps) == max_tokens
         return Answer(tuple(token_ids), tuple(gaps), ttft_s)
+
+    def start_and_hang_up(self, prompt: Sequence[int], until: Callable[[], bool]) -> None:
+        """Ask for a completion and close the connection once `until` is true: vLLM aborts the request."""
+        body = json.dumps({"model": "model", "prompt": list(prompt), "max_tokens": 16, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection(("127.0.0.1", self._port)) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            eventually(until)
 
     def forget_local_prefixes(self, *, reset_external: bool = False) -> None:
         """Empty vLLM's own prefix cache; with `reset_external` the connector is told too."""

@@ -1,5 +1,8 @@
-"""KVStoreConnector with a slow worker side, so that a test can do something in the middle of a load. Loaded by the server
-under test; $SLOW_LOADS names a file: while it exists, each page takes PAGE_S, and "<file>.started" says that one began."""
+"""KVStoreConnector whose copies can be slowed down, so that a test can do something in the middle of one.
+
+Loaded by the server under test. $SLOW names a directory: while it holds a file `loads` or `saves`, each page takes as many
+seconds as the file says, and `loads.started` or `saves.started` tells that it has come to that.
+"""
 
 import os
 import time
@@ -12,22 +15,31 @@ from numpy.typing import NDArray
 from kvstore.engine_connector import vllm
 from kvstore.kernels.paged import PagedCache
 
-PAGE_S = 0.05
-
 
 class SlowPages(PagedCache):
-    """Pages whose copy_in can be slowed down from outside."""
+    """Pages whose copies take their time."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__(tensors)
-        self._switch = Path(os.environ["SLOW_LOADS"])
+        self._switches = Path(os.environ["SLOW"])
 
     def copy_in(self, block_id: int, block: NDArray[np.uint8]) -> None:
         """As PagedCache.copy_in."""
-        if self._switch.exists():
-            Path(f"{self._switch}.started").touch()
-            time.sleep(PAGE_S)
+        self._wait("loads")
         super().copy_in(block_id, block)
+
+    def copy_out(self, block_id: int, block: NDArray[np.uint8]) -> None:
+        """As PagedCache.copy_out."""
+        self._wait("saves")
+        super().copy_out(block_id, block)
+
+    def _wait(self, name: str) -> None:
+        try:
+            seconds = float((self._switches / name).read_text())
+        except FileNotFoundError:
+            return
+        (self._switches / f"{name}.started").touch()
+        time.sleep(seconds)
 
 
 vllm.PagedCache = SlowPages

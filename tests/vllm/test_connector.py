@@ -1,0 +1,83 @@
+"""The connector beside vLLM's own classes: what it refuses, and that it is what vLLM's factory expects."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.core.errors import ConfigError
+from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
+
+
+@pytest.fixture(scope="module")
+def connector():
+    from kvstore.engine_connector import vllm
+
+    return vllm
+
+
+def configs(**changes):
+    """Configuration of an engine that is served, but for the changes."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    full = object.__new__(FullAttentionSpec)
+    values = {"kv_role": "kv_both", "policy": "recompute", "world_size": 1, "speculative": None, "specs": [full]}
+    values |= changes
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_role=values["kv_role"], kv_load_failure_policy=values["policy"], kv_connector_extra_config={}
+        ),
+        parallel_config=SimpleNamespace(world_size=values["world_size"]),
+        speculative_config=values["speculative"],
+    )
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in values["specs"]]
+    return vllm_config, SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_an_engine_with_one_worker_and_one_group_is_served(connector):
+    connector._refuse_unsupported(*configs())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role"),
+        ({"policy": "fail"}, "kv_load_failure_policy"),
+        ({"world_size": 2}, "tensor_parallel_size x pipeline_parallel_size"),
+        ({"speculative": "eagle"}, "speculative_config"),
+        ({"specs": [object()]}, "kv_cache_groups"),
+        ({"specs": []}, "kv_cache_groups"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name_and_with_what_would_be_right(connector, changes, field):
+    with pytest.raises(ConfigError, match="is not served by the kvstore connector; it needs") as caught:
+        connector._refuse_unsupported(*configs(**changes))
+
+    assert caught.value.fields["field"] == field
+
+
+def test_vllm_finds_the_class_and_takes_a_lost_save_for_no_loss(connector):
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    transfer = KVTransferConfig(
+        kv_connector="KVStoreConnector",
+        kv_connector_module_path="kvstore.engine_connector.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+
+    assert KVConnectorFactory.get_connector_class(transfer) is connector.KVStoreConnector
+    assert not KVConnectorFactory.supports_hma_config(transfer)
+    assert object.__new__(connector.KVStoreConnector).requires_kv_delivery is False
+
+
+def test_messages_between_the_processes_can_be_pickled(connector):
+    messages = (
+        connector.StepMetadata(ConnectorMetadata(boot_id=b"b" * 16), frozenset({"r"})),
+        connector.StepOutput(WorkerOutput(finished_loading=frozenset({"r"}))),
+    )
+
+    assert pickle.loads(pickle.dumps(messages)) == messages

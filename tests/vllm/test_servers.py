@@ -1,0 +1,315 @@
+"""vLLM's OpenAI servers on one sidecar: blocks are shared, tokens stay what they are, and no failure shows but as time.
+
+One server runs without a store and gives the tokens that the others must give. Two live through all tests in file order,
+`first` with plenty of pages, `second` with few and with loads that can be slowed down. The last three start a server each.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from make_model import make_model
+from servers import BLOCK_TOKENS, CONNECTOR, Answer, Sidecar, VllmServer, eventually
+
+TIE_EPSILON = 0.02
+"""Log probabilities of a step's two best tokens: nearer ones may change places with the height of a matrix product."""
+
+NUM_LONG_TOKENS = 1500
+NUM_LOADABLE_TOKENS = (NUM_LONG_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+FEW_PAGES = 72  # one prompt of max_model_len fits, four of the small ones with their answers do not
+NUM_SMALL_TOKENS, NUM_SMALL_OUTPUT = 500, 100
+
+
+def assert_same_tokens(answer: Answer, reference: Answer) -> None:
+    """Equal, except from the first step on at which the reference's two best tokens are a tie."""
+    for step, (token, expected) in enumerate(zip(answer.token_ids, reference.token_ids, strict=True)):
+        if token != expected:
+            assert reference.gaps[step] < TIE_EPSILON, f"step {step}: {token} instead of {expected}"
+            return
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvstore-vllm-"))  # short enough for a Unix socket
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def cache(request: pytest.FixtureRequest) -> Path:
+    return request.config.rootpath / ".cache" / "vllm"
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path, cache: Path) -> Path:
+    """The path that all servers are given. What is behind it may change."""
+    path = directory / "model"
+    path.symlink_to(make_model(cache / "smollm2"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(served: Path) -> dict[str, list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(served / "tokenizer.json"))
+
+    def text(subject: str) -> str:
+        places = ("shelf", "box", "drawer", "room", "desk")
+        facts = (f"The {subject} number {i} lies in {places[i % 5]} {i * i % 97}. " for i in range(1, 200))
+        return "".join(facts)
+
+    long = {name: tokenizer.encode(text(name)).ids[:NUM_LONG_TOKENS] for name in ("letter", "coin", "map")}
+    small = {name: tokenizer.encode(text(name)).ids[:NUM_SMALL_TOKENS] for name in ("key", "ring", "stamp", "clock")}
+    assert {len(prompt) for prompt in long.values()} == {NUM_LONG_TOKENS}
+    return long | small
+
+
+@pytest.fixture(scope="module")
+def reference(served: Path, directory: Path, prompts: dict[str, list[int]]) -> dict[str, Answer]:
+    """What vLLM answers without a connector."""
+    server = VllmServer("reference", served, directory)
+    try:
+        server.start()
+        return {
+            name: server.complete(prompt, max_tokens=NUM_SMALL_OUTPUT if len(prompt) == NUM_SMALL_TOKENS else 48)
+            for name, prompt in prompts.items()
+        }
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def sidecar(directory: Path) -> Iterator[Sidecar]:
+    """Not started: the first test runs without."""
+    sidecar = Sidecar(directory)
+    yield sidecar
+    sidecar.kill()
+
+
+@pytest.fixture(scope="module")
+def first(served: Path, directory: Path, sidecar: Sidecar, reference: dict[str, Answer]) -> Iterator[VllmServer]:
+    server = VllmServer("first", served, directory, store=sidecar.socket)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+class Slow:
+    """What slow_connector.py reads."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @contextmanager
+    def each(self, name: str, seconds: float) -> Iterator[Path]:
+        """Slow down `loads` or `saves`; yields the file that appears when one has begun."""
+        switch, started = self.directory / name, self.directory / f"{name}.started"
+        started.unlink(missing_ok=True)
+        switch.write_text(str(seconds))
+        try:
+            yield started
+        finally:
+            switch.unlink()
+
+
+@pytest.fixture(scope="module")
+def slow(directory: Path) -> Slow:
+    return Slow(directory)
+
+
+@pytest.fixture(scope="module")
+def second(served: Path, directory: Path, sidecar: Sidecar, slow: Slow) -> Iterator[VllmServer]:
+    connector = CONNECTOR | {"kv_connector_module_path": "slow_connector"}
+    server = VllmServer(
+        "second",
+        served,
+        directory,
+        store=sidecar.socket,
+        connector=connector,
+        args=["--num-gpu-blocks-override", str(FEW_PAGES)],
+        env={"PYTHONPATH": str(Path(__file__).parent), "SLOW": str(slow.directory)},
+    )
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_without_a_sidecar_vllm_computes_and_uses_it_once_it_is_there(first, sidecar, prompts, reference):
+    alone = first.complete(prompts["map"], max_tokens=48)
+    sidecar.start()
+    first.wait_for_log("store connected")
+    first.complete(prompts["map"], max_tokens=48)  # blocks of vLLM's own cache are offered too
+    first.forget_local_prefixes()
+    loaded = first.complete(prompts["map"], max_tokens=48)
+
+    assert_same_tokens(alone, reference["map"])
+    assert_same_tokens(loaded, reference["map"])
+    assert first.external_hits == NUM_LOADABLE_TOKENS
+
+
+def test_a_second_server_answers_from_the_blocks_of_the_first(first, second, prompts, reference, capsys):
+    second.complete(prompts["map"][:100])  # whatever a first request costs
+    first.complete(prompts["letter"], max_tokens=48)
+    cold = second.complete(prompts["coin"], max_tokens=48)
+    hits = second.external_hits
+
+    warm = second.complete(prompts["letter"], max_tokens=48)
+
+    with capsys.disabled():
+        print(f"\nTTFT of {NUM_LONG_TOKENS} tokens: cold {cold.ttft_s:.2f} s, warm {warm.ttft_s:.3f} s")
+    assert_same_tokens(cold, reference["coin"])
+    assert_same_tokens(warm, reference["letter"])
+    assert second.external_hits - hits == NUM_LOADABLE_TOKENS
+    assert warm.ttft_s <= cold.ttft_s / 3
+
+
+def test_blocks_of_generated_tokens_are_shared_like_those_of_the_prompt(first, second, prompts):
+    turn = first.complete(prompts["letter"], max_tokens=48)
+    hits = second.external_hits
+    second.forget_local_prefixes()
+
+    second.complete([*prompts["letter"], *turn.token_ids, *prompts["key"][:20]])
+
+    assert second.external_hits - hits > NUM_LONG_TOKENS
+
+
+def test_preempted_requests_give_the_tokens_of_an_engine_with_room(first, second, prompts, reference, slow):
+    """Saves are slow, so that vLLM takes pages back while they are read; what was saved of them is read back twice."""
+    names = ["key", "ring", "stamp", "clock"]
+    preempted = second.metric("vllm:num_preemptions_total")
+
+    def all_at_once(server: VllmServer) -> list[Answer]:
+        with ThreadPoolExecutor(len(names)) as pool:
+            return list(pool.map(lambda name: server.complete(prompts[name], max_tokens=NUM_SMALL_OUTPUT), names))
+
+    with slow.each("saves", 0.05):
+        computed = all_at_once(second)
+    preempted = second.metric("vllm:num_preemptions_total") - preempted
+    answers = [*computed]
+    for server in (second, first):
+        hits = server.external_hits
+        server.forget_local_prefixes()
+        answers += all_at_once(server)
+        assert server.external_hits > hits
+
+    assert preempted > 0
+    for answer, name in zip(answers, 3 * names, strict=True):
+        assert_same_tokens(answer, reference[name])
+
+
+def test_a_load_past_its_deadline_is_computed_from_the_first_block_that_is_missing(second, prompts, reference, slow):
+    second.forget_local_prefixes()
+    before = len(second.read_log())
+
+    with slow.each("loads", 0.3):
+        answer = second.complete(prompts["letter"], max_tokens=48)
+
+    loaded, failed = second.wait_for_log(r"load incomplete .* loaded=(\d+) failed=(\d+)", after=before).groups()
+    assert 0 < int(loaded) < NUM_LOADABLE_TOKENS // BLOCK_TOKENS
+    assert int(loaded) + int(failed) == NUM_LOADABLE_TOKENS // BLOCK_TOKENS
+    assert_same_tokens(answer, reference["letter"])
+
+
+def test_a_request_aborted_in_mid_load_gives_its_pages_back(second, prompts, reference, slow):
+    """Two such loads fill more pages than there are, so that the last request would wait for ever."""
+    for _ in range(2):
+        second.forget_local_prefixes()
+        with slow.each("loads", 0.05) as started:
+            second.start_and_hang_up(prompts["letter"], started.exists)
+    eventually(lambda: second.metric("vllm:num_requests_waiting") == 0)
+
+    assert_same_tokens(second.complete(prompts["letter"], max_tokens=48), reference["letter"])
+
+
+def test_a_sidecar_killed_in_mid_load_and_started_again(first, second, sidecar, prompts, reference, slow):
+    second.forget_local_prefixes()
+    with slow.each("loads", 0.05) as started, ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(second.complete, prompts["letter"], max_tokens=48)
+        eventually(started.exists)
+        sidecar.kill()
+        in_mid_load = under_way.result()
+    second.forget_local_prefixes()
+    without = second.complete(prompts["letter"], max_tokens=48)
+
+    assert_same_tokens(in_mid_load, reference["letter"])
+    assert_same_tokens(without, reference["letter"])
+
+    before = len(first.read_log()), len(second.read_log())
+    hits = second.external_hits
+    sidecar.start()
+    for server, length in zip((first, second), before, strict=True):
+        server.complete(prompts["map"][:100], max_tokens=2)  # a loss is noticed by asking
+        server.wait_for_log("store connected", after=length)
+    first.complete(prompts["letter"], max_tokens=48)
+    second.forget_local_prefixes()
+    again = second.complete(prompts["letter"], max_tokens=48)
+
+    assert_same_tokens(again, reference["letter"])
+    assert second.external_hits - hits == NUM_LOADABLE_TOKENS
+
+
+def test_a_sidecar_that_hangs_costs_one_call(first, sidecar, prompts, reference):
+    hits, before = first.external_hits, len(first.read_log())
+    first.forget_local_prefixes()
+    sidecar.pause()
+    try:
+        answer = first.complete(prompts["coin"], max_tokens=48)
+    finally:
+        sidecar.resume()
+
+    assert_same_tokens(answer, reference["coin"])
+    assert first.external_hits == hits
+    assert first.read_log()[before:].count("store lost") == 1
+
+
+def test_after_a_reset_nothing_saved_before_is_used(second, prompts, reference):
+    second.complete(prompts["letter"])
+    second.forget_local_prefixes(reset_external=True)
+    hits = second.external_hits
+
+    computed = second.complete(prompts["letter"], max_tokens=48)
+    second.forget_local_prefixes()
+    second.complete(prompts["letter"])
+
+    assert_same_tokens(computed, reference["letter"])
+    assert second.external_hits - hits == NUM_LOADABLE_TOKENS  # of the second request: what was saved since
+    assert "cache reset" in second.read_log()
+
+
+@pytest.mark.parametrize("different", ["dtype", "hash.seed", "weights"])
+def test_engines_whose_blocks_differ_never_share_and_are_told_why(
+    first, sidecar, served, directory, cache, prompts, different
+):
+    first.complete(prompts["letter"])
+    args = ["--dtype", "bfloat16"] if different == "dtype" else []
+    env = {"PYTHONHASHSEED": "7"} if different == "hash.seed" else {}
+    if different == "weights":
+        served.unlink()
+        served.symlink_to(make_model(cache / "smollm2-other", scale_first_norm=1.01))
+    server = VllmServer(different, served, directory, store=sidecar.socket, args=args, env=env)
+
+    try:
+        server.start()
+        server.complete(prompts["letter"], max_tokens=2)
+
+        fields = server.wait_for_log(r"cannot share num_blocks=[1-9]\d* differing_fields=(\S+)").group(1)
+        assert different in fields.split(",")
+        assert server.external_hits == 0
+    finally:
+        server.stop()
+
+
+def test_all_the_while_no_page_was_lost_and_no_process_died(first, second, sidecar, prompts):
+    second.complete([*prompts["letter"], *prompts["coin"]][: (FEW_PAGES - 8) * BLOCK_TOKENS - 16])
+    assert first.running
+    assert second.running
+    assert sidecar.running
