@@ -1,6 +1,7 @@
 """Which blocks are known: for each namespace a dict from prefix hash to row, everything else in columns by row."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -88,20 +89,13 @@ class BlockIndex:
 
     def find_prefix(self, namespace: Namespace, keys: Sequence[bytes]) -> Rows:
         """Rows of the keys before the first unknown one."""
-        find = namespace.rows.get
-        rows: list[int] = []
-        append = rows.append
-        for key in keys:
-            row = find(key)
-            if row is None:
-                break
-            append(row)
-        return np.fromiter(rows, np.int64, len(rows))
+        rows = self.find_all(namespace, keys)
+        unknown = rows < 0
+        return rows[: int(unknown.argmax())] if unknown.any() else rows
 
     def find_all(self, namespace: Namespace, keys: Sequence[bytes]) -> Rows:
         """A row for each key, -1 where it is unknown."""
-        find = namespace.rows.get
-        return np.fromiter([find(key, -1) for key in keys], np.int64, len(keys))
+        return np.fromiter(map(namespace.rows.get, keys, repeat(-1)), np.int64, len(keys))  # half the time of a loop
 
     def add(self, namespace: Namespace, keys: Sequence[bytes], parents: Rows, rows: Rows) -> None:
         """Make `rows` (from `new_rows`) the blocks `keys` with these parents, which may be among `rows`."""
