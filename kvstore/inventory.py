@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.blocks import PlacementState
 from kvstore.core.events import BlockRemoved, BlockStored, Event, RemovalReason
+from kvstore.core.limits import EVICTION_SLICE_BLOCKS
 from kvstore.core.plans import TIERS
 from kvstore.core.ports import SlotSpace
 from kvstore.eviction import EvictionPolicy
@@ -50,20 +51,15 @@ class Inventory:
         end, so that a model that comes later is not starved by one that is gone. `needed` rows are kept. Rows of
         ghosts may vanish: look keys up again when anything was evicted.
         """
-        table, slots, index = self.table, self.slots, self.index
-        table.refs[needed] += 1
+        self.table.refs[needed] += 1
         evicted: dict[int, list[bytes]] = {}
-        while slots.num_free(entry.slot_nbytes) < count:
-            row = self.policy.next_victim()
-            if row is None:
+        while (missing := count - self.slots.num_free(entry.slot_nbytes)) > 0:
+            if not self._evict_slice(min(missing, EVICTION_SLICE_BLOCKS), entry.slot_nbytes, evicted):
                 break
-            evicted.setdefault(index.namespace_at[row], []).append(index.keys[row])
-            slots.free(table.extent(row))
-            self._unplace(row)
-        table.refs[needed] -= 1
+        self.table.refs[needed] -= 1
         self._offer_leaves(needed)
         for number, hashes in evicted.items():
-            self._emit_removed(index.namespaces[number], tuple(hashes), RemovalReason.EVICTED)
+            self._emit_removed(self.index.namespaces[number], tuple(hashes), RemovalReason.EVICTED)
         return sum(len(hashes) for hashes in evicted.values())
 
     def place(
@@ -133,6 +129,23 @@ class Inventory:
             part.check()
         placed = sum(self.table.num_bytes(state) for state in PlacementState)
         assert placed == self.slots.reserved_bytes
+
+    def _evict_slice(self, count: int, slot_nbytes: int, evicted: dict[int, list[bytes]]) -> int:
+        """Evict up to `count` blocks with slots of that size, and stop behind one of another: its room must be looked at."""
+        index = self.index
+        victims: list[int] = []
+        while len(victims) < count:
+            row = self.policy.next_victim()
+            if row is None:
+                break
+            number = index.namespace_at[row]
+            evicted.setdefault(number, []).append(index.keys[row])
+            victims.append(row)
+            self._unplace(row)
+            if index.namespaces[number].slot_nbytes != slot_nbytes:
+                break
+        self.slots.free_many(self.table.slots(np.array(victims, np.int64)))
+        return len(victims)
 
     def _offer_leaves(self, rows: Rows) -> None:
         for row in rows[self.table.children[rows] == 0].tolist():

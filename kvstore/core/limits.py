@@ -73,7 +73,7 @@ SLOT_ALIGN_BYTES = 4096
 """Slots start at and are rounded up to pages: direct I/O and DMA registration want it."""
 
 EVICTION_SLICE_BLOCKS = 256
-"""Victims taken before reserve looks again whether there is room; keeps one eviction step under 0.5 ms."""
+"""Victims whose slots are freed together; then reserve looks again whether there is room."""
 
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25

@@ -319,8 +319,10 @@ def test_the_end_of_an_instance_frees_everything_it_held():
 def test_too_much_in_limbo_refuses_new_leases_until_confirmed():
     small = SmallStore(num_segments=1, limbo_fraction=0.25)
     small.put(BERT, "xy")
+    at_the_limit = small.reserve(BERT, "pqrs", ttl_s=1.0)
     late = small.reserve(ANNA, "abcde", ttl_s=1.0)
     small.store.expire(1.0)
+    assert at_the_limit.lease_id
 
     for call in (lambda: small.reserve(ANNA, "f", now_s=2.0), lambda: small.acquire(ANNA, "xy", now_s=2.0)):
         with pytest.raises(LeaseRefused) as caught:
@@ -497,6 +499,32 @@ def test_room_made_by_evicting_the_child_of_a_ghost_that_is_being_stored():
     small.put(BERT, [f"k{i}" for i in range(15)])
     assert small.put(ANNA, "a").statuses == (GRANTED,)
     assert small.match("a") == 1
+
+
+def test_dropping_the_only_child_of_a_ghost_forgets_the_ghosts_above_it():
+    small = SmallStore()
+    parents = small.reserve(ANNA, "ab")
+    small.put(BERT, "c", parent="b")
+    small.store.abort(ANNA, parents.lease_id, 0.0)
+    assert small.store._index.num_blocks == 3
+    assert small.store.drop(small.namespace, small.keys("c")) == 1
+    assert small.store._index.num_blocks == 0
+    small.store.check()
+
+
+def test_a_block_above_a_ghost_is_a_leaf_once_what_hung_below_the_ghost_is_dropped():
+    small = SmallStore(num_segments=1)
+    small.put(ANNA, "a")
+    middle = small.reserve(ANNA, "b", parent="a")
+    small.put(BERT, "c", parent="b")
+    small.store.abort(ANNA, middle.lease_id, 0.0)
+    small.put(ANNA, [f"k{i}" for i in range(14)])
+    lease = small.acquire(ANNA, [f"k{i}" for i in range(14)])
+
+    small.store.drop(small.namespace, small.keys("c"))
+
+    assert small.reserve(BERT, "xy").statuses == (GRANTED, GRANTED)  # one free slot, and that of "a"
+    small.store.release(ANNA, lease.lease_id, 0.0)
 
 
 def test_drop_takes_what_is_built_on_the_block_too():
