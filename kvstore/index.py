@@ -144,7 +144,10 @@ class BlockIndex:
         known = self.namespace_of(numbers[0]).rows if numbers else {}
         for row in numbers:
             del known[self.keys[row]]
-            self._clear(row)
+            self.keys[row] = b""
+        self.parent[rows] = NO_PARENT
+        self.hits[rows] = 0
+        self._free_rows.extend(numbers)
 
     def with_descendants(self, rows: Rows) -> Rows:
         """`rows` and every row below them. O(all rows x log depth), by pointer doubling; for drop, which is rare."""
