@@ -127,8 +127,6 @@ class HashScheme:
 
 def _pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as u32le. array('I') packs a list twice as fast as numpy; its item is 4 bytes on every CPython we run."""
-    if isinstance(token_ids, np.ndarray):
-        return token_ids.astype("<u4", casting="same_kind" if token_ids.dtype.kind == "u" else "unsafe").tobytes()
     packed = array("I", token_ids)
     assert packed.itemsize == 4
     return packed.tobytes()
