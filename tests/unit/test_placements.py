@@ -93,6 +93,34 @@ def test_counts_are_right_whatever_the_order_in_which_a_chain_fills(order: tuple
         tiers.check()
 
 
+def test_a_fork_inside_the_gap_counts_once_for_those_above_it():
+    """0-1-2-3 and 1-4-5 in nvme; 0, 3 and 5 in pinned: 0 has one child that is alive there, by two descendants."""
+    tiers = TwoTiers(4)
+    fork = tiers.index.new_rows(2)
+    tiers.index.add(tiers.namespace, [b"fork", b"end."], np.array([1, fork[0]]), fork)
+    tiers.place(tiers.nvme, *range(6))
+    tiers.place(tiers.pinned, 0)
+
+    tiers.place(tiers.pinned, 3)
+    tiers.place(tiers.pinned, 5)
+
+    tiers.check()
+    assert tiers.remove(tiers.pinned, 3) == NO_PARENT
+    tiers.check()
+    assert tiers.remove(tiers.pinned, 5) == 0
+    tiers.check()
+
+
+def test_use_makes_a_parent_more_recent_than_its_children():
+    tiers = TwoTiers(3)
+    tiers.place(tiers.pinned, 0, 1, 2)
+    tiers.index.touch(tiers.rows)
+    first, second, third = tiers.index.last_use[tiers.rows].tolist()
+    assert first > second > third
+    tiers.index.touch(tiers.rows[:1])
+    assert tiers.index.last_use_at[0] > first
+
+
 def test_columns_grow_with_the_index_and_keep_what_they_hold():
     tiers = TwoTiers(3)
     tiers.place(tiers.pinned, 0, 1, 2)

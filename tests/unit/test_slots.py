@@ -1,8 +1,9 @@
 """SegmentedSlots beyond the contract: generations as clients see them, segments that arrive later, which slot is next."""
 
 import numpy as np
+import pytest
 
-from kvstore.core.blocks import Extent
+from kvstore.core.blocks import Extent, SlotArrays
 from kvstore.tiers.slots import SegmentedSlots
 
 PAGE = 4096
@@ -34,12 +35,16 @@ def test_only_segments_that_were_added_are_given_out():
     slots.check()
 
 
-def test_a_reader_of_a_freed_slot_sees_another_generation_even_before_it_is_reused():
+@pytest.mark.parametrize("verb", ["free", "free_many"])
+def test_a_reader_of_a_freed_slot_sees_another_generation_even_before_it_is_reused(verb: str):
     slots, generations = make_slots(1, ready=1)
     extent = reserve(slots, 2 * PAGE)
     assert generations[extent.offset // PAGE] == extent.generation
 
-    slots.free(extent)
+    if verb == "free":
+        slots.free(extent)
+    else:
+        slots.free_many(SlotArrays(np.array([extent.offset]), np.array([extent.generation], np.uint64)))
 
     assert generations[extent.offset // PAGE] != extent.generation
 

@@ -403,6 +403,19 @@ def test_the_tail_of_the_coldest_sequence_goes_first():
     assert small.match([f"a{i}" for i in range(8)]) == 8
 
 
+def test_storing_a_child_is_a_use_of_its_parent():
+    small = SmallStore(num_segments=1)
+    small.put(ANNA, "a")
+    small.put(ANNA, [f"k{i}" for i in range(14)])
+    small.put(ANNA, "b", parent="a")
+    small.store.drop(small.namespace, small.keys("b"))
+
+    small.put(ANNA, "xyz")
+
+    assert small.match("a") == 1
+    assert small.match([f"k{i}" for i in range(14)]) == 12
+
+
 def test_a_reserve_never_evicts_its_own_prefix():
     small = SmallStore(num_segments=1)
     names = [f"k{i}" for i in range(16)]
