@@ -1,0 +1,324 @@
+"""The worker side: bytes go between pages and arena as the jobs say, every job is reported once, and a page or slot that is
+not, or no longer, ours is left alone."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from in_process_sidecar import SEGMENT_BYTES, InProcessClient, InProcessSidecar
+
+from kvstore.core.keys import KVSpec
+from kvstore.engine_connector import worker_side
+from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, SaveJob, WorkerOutput
+from kvstore.engine_connector.session import StoreSession
+from kvstore.engine_connector.worker_side import StoreWorkerSide
+
+SPEC = KVSpec(weights="w", num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16")
+NBYTES = SPEC.block_nbytes
+NUM_PAGES = 8
+WAIT_S = 10.0
+
+
+@dataclass
+class Pages:
+    """As the engine's. Copying a page of `gated` waits until the gate is opened; `broken` raises."""
+
+    memory: np.ndarray = field(default_factory=lambda: np.zeros((NUM_PAGES, NBYTES), np.uint8))
+    gated: frozenset[int] = frozenset()
+    broken: frozenset[int] = frozenset()
+    gate: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+    num_pages: int = NUM_PAGES
+    page_nbytes: int = NBYTES
+
+    def copy_in(self, block_id: int, block: np.ndarray) -> None:
+        self._before(block_id)
+        np.copyto(self.memory[block_id], block)
+
+    def copy_out(self, block_id: int, block: np.ndarray) -> None:
+        self._before(block_id)
+        np.copyto(block, self.memory[block_id])
+
+    def _before(self, block_id: int) -> None:
+        if block_id in self.broken:
+            raise ValueError("a page that cannot be copied")
+        if block_id in self.gated:
+            self.reached.set()
+            assert self.gate.wait(WAIT_S)
+
+
+class Worker:
+    """A worker side over `pages` and the arena of an in-process sidecar, of which every third slot is `ours`."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.sidecar = InProcessSidecar(num_segments=1)
+        self.client = InProcessClient(self.sidecar, SPEC)
+        self.session = StoreSession(self.client)
+        self.session.start()
+        self.pages = pages
+        self.side = StoreWorkerSide(self.session)
+        self.side.register_pages(pages)
+
+    @property
+    def boot_id(self) -> bytes:
+        return self.sidecar.arena.boot_id
+
+    def slot(self, number: int) -> np.ndarray:
+        return self.sidecar.arena.array[number * NBYTES : (number + 1) * NBYTES]
+
+    def moves(self, **slots: int) -> tuple[BlockMove, ...]:
+        """`p3=7`: page 3, slot 7."""
+        return tuple(BlockMove(int(page[1:]), slot * NBYTES, self.generation(slot)) for page, slot in slots.items())
+
+    def generation(self, slot: int) -> int:
+        return int(self.sidecar.arena.generations[slot * NBYTES // 4096])
+
+    def reuse(self, slot: int) -> None:
+        self.sidecar.arena.generations[slot * NBYTES // 4096] += 1
+
+    def load(self, *, lost: tuple[int, ...] = (), deadline_s: float = WAIT_S, **slots: int) -> None:
+        job = LoadJob("r", 1, self.boot_id, self.moves(**slots), deadline_s, lost)
+        self.side.start_load(ConnectorMetadata(loads=(job,)))
+
+    def save(self, *, job_id: int = 1, request_id: str = "r", **slots: int) -> None:
+        job = SaveJob(job_id, request_id, self.boot_id, self.moves(**slots))
+        self.side.start_save(ConnectorMetadata(saves=(job,)))
+
+    def preempt(self, *request_ids: str) -> None:
+        self.side.handle_preemptions(
+            ConnectorMetadata(preempted_request_ids=frozenset(request_ids), boot_id=self.session.boot_id)
+        )
+
+    def output(self) -> WorkerOutput:
+        return self.side.get_output(wait_s=WAIT_S)
+
+
+@pytest.fixture
+def pages() -> Pages:
+    return Pages()
+
+
+@pytest.fixture
+def worker(pages: Pages) -> Iterator[Worker]:
+    worker = Worker(pages)
+    yield worker
+    pages.gate.set()
+    worker.side.close()
+    worker.session.close()
+
+
+def test_a_load_copies_slots_into_pages_and_nothing_else(worker: Worker, pages: Pages) -> None:
+    pages.memory[:] = 9
+    for number in range(SEGMENT_BYTES // NBYTES):
+        worker.slot(number)[:] = 100 + number
+
+    worker.load(p2=5, p0=3)
+
+    output = worker.output()
+    assert output.finished_loading == {"r"}
+    assert output.failed_block_ids == frozenset()
+    assert output.load_bytes == 2 * NBYTES
+    assert output.load_seconds > 0
+    assert [set(page.tolist()) for page in pages.memory[:4]] == [{103}, {9}, {105}, {9}]
+
+
+def test_a_save_copies_pages_into_slots_and_nothing_else(worker: Worker, pages: Pages) -> None:
+    pages.memory[:] = np.arange(NUM_PAGES, dtype=np.uint8)[:, None] + 50
+
+    worker.save(p2=5, p0=3)
+
+    assert worker.output().finished_saving == ((1, (True, True)),)
+    found = [set(worker.slot(number).tolist()) for number in range(7)]
+    assert found == [{0}, {0}, {0}, {50}, {0}, {52}, {0}]
+
+
+def test_what_is_saved_loads_back_bit_for_bit(worker: Worker, pages: Pages) -> None:
+    pages.memory[:] = np.random.default_rng(0).integers(0, 256, pages.memory.shape, np.uint8)
+    before = pages.memory[:4].copy()
+    worker.save(p0=4, p1=5, p2=6, p3=7)
+    worker.output()
+
+    worker.load(p4=4, p5=5, p6=6, p7=7)
+    worker.output()
+
+    assert np.array_equal(pages.memory[4:], before)
+
+
+@pytest.mark.parametrize("stale", [0, 1, 2])
+def test_a_load_stops_at_the_first_slot_that_was_reused(worker: Worker, pages: Pages, stale: int) -> None:
+    moves = worker.moves(p0=0, p1=1, p2=2)
+    worker.reuse(stale)
+
+    worker.side.start_load(ConnectorMetadata(loads=(LoadJob("r", 1, worker.boot_id, moves, WAIT_S),)))
+
+    output = worker.output()
+    assert output.finished_loading == {"r"}
+    assert output.failed_block_ids == set(range(stale, 3))
+    assert output.load_bytes == stale * NBYTES
+
+
+def test_a_slot_reused_during_its_copy_fails_the_load(worker: Worker, pages: Pages) -> None:
+    pages.gated = frozenset({1})
+    worker.load(p0=0, p1=1)
+    assert pages.reached.wait(WAIT_S)
+    worker.reuse(1)
+    pages.gate.set()
+
+    assert worker.output().failed_block_ids == {1}
+
+
+def test_a_save_never_touches_a_slot_that_was_reused(worker: Worker, pages: Pages) -> None:
+    pages.memory[:] = 7
+    moves = worker.moves(p0=0, p1=1)
+    worker.reuse(1)
+
+    worker.side.start_save(ConnectorMetadata(saves=(SaveJob(1, "r", worker.boot_id, moves),)))
+
+    assert worker.output().finished_saving == ((1, (True, False)),)
+    assert not worker.slot(1).any()
+
+
+def test_lost_blocks_are_reported_as_failed_with_the_load(worker: Worker) -> None:
+    worker.load(p0=0, lost=(1, 2))
+
+    output = worker.output()
+    assert output.finished_loading == {"r"}
+    assert output.failed_block_ids == {1, 2}
+
+
+def test_a_load_past_its_deadline_gives_up(worker: Worker) -> None:
+    worker.load(deadline_s=-1.0, p0=0, p1=1)
+
+    assert worker.output().failed_block_ids == {0, 1}
+
+
+def test_jobs_of_another_boot_touch_nothing(worker: Worker, pages: Pages) -> None:
+    pages.memory[:] = 7
+    load = LoadJob("r", 1, worker.boot_id, worker.moves(p0=0), WAIT_S)
+    save = SaveJob(1, "s", worker.boot_id, worker.moves(p1=1))
+    worker.sidecar.restart()
+    worker.client.connect()
+
+    worker.side.start_load(ConnectorMetadata(loads=(load,)))
+    assert worker.output().failed_block_ids == {0}
+    worker.side.start_save(ConnectorMetadata(saves=(save,)))
+    assert worker.output().finished_saving == ((1, (False,)),)
+
+    assert (pages.memory == 7).all()
+    assert not worker.sidecar.arena.array.any()
+
+
+def test_a_copy_under_way_outlives_its_sidecar(worker: Worker, pages: Pages) -> None:
+    """The mapping stays while the copy holds it; nobody else can write a dead sidecar's arena, so the bytes are good."""
+    worker.slot(0)[:] = 42
+    pages.gated = frozenset({0})
+    worker.load(p0=0)
+    assert pages.reached.wait(WAIT_S)
+    worker.sidecar.restart()
+    worker.client.connect()
+    pages.gate.set()
+
+    assert worker.output().failed_block_ids == frozenset()
+    assert (pages.memory[0] == 42).all()
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_an_unexpected_error_fails_the_job_and_not_the_thread(
+    worker: Worker, pages: Pages, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages.broken = frozenset({1})
+    getattr(worker, verb)(p0=0, p1=1)
+
+    output = worker.output()
+    if verb == "load":
+        assert output.failed_block_ids == {0, 1}
+    else:
+        assert output.finished_saving == ((1, (False, False)),)
+    assert "failed request_id=r" in caplog.text
+    worker.save(job_id=2, p2=2)
+    assert worker.output().finished_saving == ((2, (True,)),)
+
+
+def test_a_load_does_not_wait_for_a_save(worker: Worker, pages: Pages) -> None:
+    pages.gated = frozenset({0})
+    worker.save(p0=0)
+    assert pages.reached.wait(WAIT_S)
+
+    worker.load(p1=1)
+
+    assert worker.output().finished_loading == {"r"}
+
+
+def test_output_without_news_is_empty_and_does_not_wait(worker: Worker) -> None:
+    assert worker.side.get_output() == WorkerOutput()
+
+
+def test_each_job_is_reported_once(worker: Worker) -> None:
+    for job_id in range(5):
+        worker.save(job_id=job_id, p0=0)
+
+    reported: list[int] = []
+    while len(reported) < 5:
+        reported += [job_id for job_id, _ in worker.output().finished_saving]
+    assert reported == [0, 1, 2, 3, 4]
+    assert worker.side.get_output() == WorkerOutput()
+
+
+def test_preemption_waits_for_the_saves_of_its_requests(worker: Worker, pages: Pages) -> None:
+    pages.gated = frozenset({0})
+    worker.save(request_id="r", p0=0)
+    assert pages.reached.wait(WAIT_S)
+    threading.Timer(0.05, pages.gate.set).start()
+
+    worker.preempt("r")
+
+    assert pages.gate.is_set()
+    assert worker.output().finished_saving == ((1, (True,)),)
+
+
+def test_preemption_of_another_request_does_not_wait(worker: Worker, pages: Pages) -> None:
+    pages.gated = frozenset({0})
+    worker.save(request_id="r", p0=0)
+    assert pages.reached.wait(WAIT_S)
+
+    worker.preempt("other")
+
+    assert not pages.gate.is_set()
+
+
+def test_a_save_that_outlasts_a_preemption_is_called_off(
+    worker: Worker, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages may have new content by the time it copies them: what it copied is not published."""
+    monkeypatch.setattr(worker_side, "PREEMPTION_DEADLINE_S", 0.01)
+    pages.gated = frozenset({0})
+    worker.save(request_id="r", p0=0, p1=1)
+    worker.save(job_id=2, request_id="other", p2=2)
+    assert pages.reached.wait(WAIT_S)
+
+    worker.preempt("r")
+    pages.gate.set()
+
+    written: dict[int, tuple[bool, ...]] = {}
+    while len(written) < 2:
+        written |= dict(worker.output().finished_saving)
+    assert written == {1: (False, False), 2: (True,)}
+    assert not worker.slot(1).any(), "and the rest is not copied at all"
+
+
+def test_close_finishes_what_is_queued_and_may_be_repeated(worker: Worker, pages: Pages) -> None:
+    pages.memory[:] = 7
+    worker.save(p0=0)
+
+    worker.side.close()
+    worker.side.close()
+
+    assert (worker.slot(0) == 7).all()
+
+
+def test_a_side_that_never_got_pages_closes() -> None:
+    session = StoreSession(InProcessClient(InProcessSidecar(), SPEC))
+    StoreWorkerSide(session).close()
