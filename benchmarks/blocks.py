@@ -8,7 +8,6 @@ and used in rotation, and every page of them has been touched before the clock s
 
 import contextlib
 import itertools
-import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +58,8 @@ def run(*, pool_mib: int | None = None, batch: int = 16, rounds: int = 40) -> Re
 
 def default_pool_mib() -> int:
     """Half as much again as the last-level cache, but not less than 256 MiB."""
-    cache_bytes = max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), os.sysconf("SC_LEVEL2_CACHE_SIZE"))
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    cache_bytes = max((int(size.removesuffix("K")) * 1024 for size in sizes if size.endswith("K")), default=0)
     return max(256, -(-cache_bytes * 3 // 2 // 2**26) * 64)
 
 
