@@ -37,6 +37,7 @@ class StoreSession:
         self._closing = threading.Event()
         self._hurry = threading.Event()  # cuts the pause before the next attempt
         self._followed = b""
+        self._last_problem = ""
         self._thread = threading.Thread(target=self._reconnect_loop, name="kvstore-reconnect", daemon=True)
 
     def start(self) -> None:
@@ -127,8 +128,12 @@ class StoreSession:
         try:
             self._client.connect()
         except KVStoreError as err:
-            logger.info("store not reached code=%s reason=%s", err.code, err.message)
+            # Said once for each reason: an engine may run for days without a sidecar, and tries every few seconds.
+            level = logging.DEBUG if err.message == self._last_problem else logging.WARNING
+            logger.log(level, "store not reached, recomputing code=%s reason=%s", err.code, err.message)
+            self._last_problem = err.message
             return False
+        self._last_problem = ""
         self._lost.clear()
         self._connection += 1
         self._up.set()

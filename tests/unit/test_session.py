@@ -231,3 +231,17 @@ def test_an_error_while_connecting_is_as_good_as_absence(
     session.start()
     wait_until(lambda: session.up)
     session.close()
+
+
+def test_an_absent_sidecar_is_warned_of_once_and_not_at_every_try(
+    open_session: Callable, sidecar: InProcessSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    sidecar.away = True
+    session = open_session()
+
+    wait_until(lambda: len(session._client.tries_s) >= 4)
+
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.getMessage() for record in warned] == [
+        "store not reached, recomputing code=PeerUnavailable reason=absent"
+    ]
