@@ -1,6 +1,7 @@
 """When an engine's memory comes back: real processes and pidfds, and a store that only notes what it is told."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -104,6 +105,7 @@ def num_fds() -> int:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    gc.collect()  # mappings of earlier tests hold descriptors until they are collected
     before = num_fds()
     asyncio.run(scenario())
     assert num_fds() == before, "a pidfd was not closed"
