@@ -68,6 +68,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Generated with a protobuf old enough for every runtime that pyproject.toml allows. Commit what it makes.
+proto: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target .cache/protoc 'grpcio-tools==1.74.*'
+	PYTHONPATH=.cache/protoc $(BIN)/python -m grpc_tools.protoc -I kvstore/proto --python_out=kvstore/proto \
+		--pyi_out=kvstore/proto kvstore/proto/kvstore.proto
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.all --markdown benchmarks/RESULTS.md
 

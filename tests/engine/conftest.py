@@ -1,6 +1,5 @@
 """One tiny model for the session, and engines on it that are checked and closed."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from tiny_llama import TinyModel, random_tensors, write_gguf
 
 from kvstore.engine_connector.engine.llm import LLM
+from kvstore.models import find_model
 
 torch.set_num_threads(1)
 
@@ -38,7 +38,5 @@ def make_llm(tiny: TinyModel) -> Iterator[Callable[..., LLM]]:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    path = os.environ.get("KVSTORE_TEST_MODEL", "")
-    if not path:
-        pytest.skip("KVSTORE_TEST_MODEL is not set to a GGUF file of SmolLM2-135M-Instruct")
-    return Path(path)
+    """`make test` installs it; without it these tests fail, and say how to get it."""
+    return find_model()

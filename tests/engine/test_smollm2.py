@@ -1,4 +1,4 @@
-"""The real model, where KVSTORE_TEST_MODEL names its file: it answers, and every route gives the same answer."""
+"""The real model: it answers, and every route gives the same answer."""
 
 import inspect
 from collections.abc import Iterator
