@@ -25,7 +25,11 @@ class EchoClient:
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(_CALL_DEADLINE_S)
-        self._socket.connect(str(path))
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
 
     def call(self, payload: bytes) -> None:
         self._socket.sendall(payload)

@@ -28,6 +28,7 @@ from kvstore.proto import kvstore_pb2 as pb
 QUESTION = "Match and lease through the local socket and through gRPC"
 GOAL_P50_MS, GOAL_P99_MS = 0.3, 1.0
 ARENA_BYTES = 128 << 20
+_GRPC_START_DEADLINE_S = 30.0  # it is served a little later than the local socket
 
 SPEC = KVSpec(weights="benchmark:rpc", num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16")
 """Blocks of 4 KiB: only keys travel, so the size of a block does not matter."""
@@ -108,7 +109,7 @@ class _Grpc:
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
         hello = pb.HelloRequest(protocol_version=1, instance=uuid.uuid4().bytes, role=pb.BOTH, specs=[SPEC.canonical()])
-        reply = self._verb("Hello", pb.HelloReply)(hello)
+        reply = self._verb("Hello", pb.HelloReply)(hello, wait_for_ready=True, timeout=_GRPC_START_DEADLINE_S)
         self._namespace = reply.namespaces[0].namespace
         self._metadata = (("kvstore-session", reply.session_token.decode("latin-1")),)
         self._match = self._verb("Match", pb.MatchReply)

