@@ -16,7 +16,7 @@ _TITLES = {
     "other_question": "B, other question",
 }
 
-_COLUMNS = ("TTFT", "speed\nup", "prefilled", "own\npool", "fetched", "MB\nmoved")
+_COLUMNS = ("TTFT\ns", "speed\nup", "prefilled", "own\npool", "fetched", "MB\nmoved")
 
 CAPTION = (
     "TTFT: request in to first token out, inside the engine process. Every engine process answered one short, unrelated "
@@ -48,7 +48,7 @@ def make_table(result: DemoResult) -> Table:
 def _cells(row: Row, cold_s: float) -> tuple[str, ...]:
     answer = row.answer
     return (
-        f"{answer.ttft_s:.3f} s",
+        f"{answer.ttft_s:.3f}",
         f"{cold_s / answer.ttft_s:.1f}",
         f"{answer.prefilled_tokens:,}",
         f"{answer.local_cached_tokens:,}",
