@@ -1,8 +1,9 @@
 """How long does the engine wait for the sidecar's word on 512 blocks (8,192 tokens)?
 
-Match, Match + Acquire (what stands between a request and its load) and Release, through the local socket and through gRPC,
+Match (owns nothing), Acquire (matches and leases, in one call) and Release, through the local socket and through gRPC,
 beside an echo of the Match's bytes to another process over a Unix socket on the same event loop. They take turns; an
-Acquire's lease is released by the next Release.
+Acquire's lease is released by the next Release. An engine asks Match and then Acquire, since it needs pages in between:
+what stands between a request and its load is the sum of both.
 """
 
 import contextlib
@@ -44,16 +45,16 @@ def run(*, num_keys: int = 512, rounds: int = 2000, warm_up: int = 50) -> Report
         _fill(local.client, keys)
         remote = stack.enter_context(_grpc_session(socket))
         for session in (local, remote):  # one lease ahead, since every other round begins with the Release
-            session.match_and_acquire(keys)
+            session.acquire(keys)
         request = pb.MatchRequest(namespace=local.namespace, keys=pack_keys(keys)).SerializeToString()
         samples = interleave(
             {
                 "echo of the Match's bytes": lambda: echo.call(request),
                 "Match": lambda: local.match(keys),
-                "Match + Acquire": lambda: local.match_and_acquire(keys),
+                "Acquire": lambda: local.acquire(keys),
                 "Release": local.release,
                 "gRPC Match": lambda: remote.match(keys),
-                "gRPC Match + Acquire": lambda: remote.match_and_acquire(keys),
+                "gRPC Acquire": lambda: remote.acquire(keys),
                 "gRPC Release": remote.release,
             },
             rounds=rounds,
@@ -62,7 +63,6 @@ def run(*, num_keys: int = 512, rounds: int = 2000, warm_up: int = 50) -> Report
     rows: list[Row] = [
         {
             "case": name,
-            "round_trips": name.count("+") + 1,
             "keys": num_keys,
             "p50_ms": millis(taken.median_s),
             "p99_ms": millis(taken.p99_s),
@@ -72,12 +72,14 @@ def run(*, num_keys: int = 512, rounds: int = 2000, warm_up: int = 50) -> Report
     ]
     goals = [
         goal
-        for name in ("Match", "Match + Acquire")
+        for name in ("Match", "Acquire")
         for goal in (
             at_most(f"{name}, p50 in ms", millis(samples[name].median_s), GOAL_P50_MS),
             at_most(f"{name}, p99 in ms", millis(samples[name].p99_s), GOAL_P99_MS),
         )
     ]
+    both_ms = millis(samples["Match"].median_s + samples["Acquire"].median_s)
+    goals.append(at_most("Match and then Acquire, sum of p50 in ms", both_ms, GOAL_P50_MS))
     return Report(question=QUESTION, command="python -m benchmarks.rpc", rows=rows, goals=goals)
 
 
@@ -93,8 +95,7 @@ class _Local:
     def match(self, keys: list[bytes]) -> None:
         assert self.client.match(self.namespace, keys).num_blocks == len(keys)
 
-    def match_and_acquire(self, keys: list[bytes]) -> None:
-        self.match(keys)
+    def acquire(self, keys: list[bytes]) -> None:
         grant = self.client.acquire(f"request-{next(self._requests)}", self.namespace, keys)
         assert len(grant.offsets) == len(keys)
         self._lease_ids.append(grant.lease_id)
@@ -122,8 +123,7 @@ class _Grpc:
         request = pb.MatchRequest(namespace=self._namespace, keys=pack_keys(keys))
         assert self._match(request, metadata=self._metadata).num_blocks == len(keys)
 
-    def match_and_acquire(self, keys: list[bytes]) -> None:
-        self.match(keys)
+    def acquire(self, keys: list[bytes]) -> None:
         request_id = f"request-{next(self._requests)}"
         acquire = pb.AcquireRequest(request_id=request_id, namespace=self._namespace, keys=pack_keys(keys))
         grant = self._acquire(acquire, metadata=self._metadata)
