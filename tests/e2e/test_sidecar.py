@@ -127,7 +127,7 @@ def test_an_expired_lease_is_expired_without_anybody_asking(sidecar: SidecarProc
 
         wait_until(lambda: watcher.stats().counters["expired_leases_total"] == before + 1, "expired")
 
-        assert 0 < lease.expires_in_s <= 0.2
+        assert 0 < lease.expires_in_s < 0.2 + 1e-6  # a difference of two readings of a clock that is a large number
         assert client.renew([lease.lease_id]) == [lease.lease_id]
 
 
