@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
 _BUFFER_NBYTES = 64 << 10  # most replies whole in one read
 _U64_NBYTES = 8
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _NUM_DESCRIPTORS = 2  # arena, generation table
 Reply = TypeVar("Reply", bound=Message)
 
@@ -149,7 +151,7 @@ class Client:
 
     def connect(self) -> None:
         """Connect and say Hello; replaces a connection that is there. Raises PeerUnavailable within the connect deadline,
-        SpecMismatch and others as the sidecar answers.
+        ConfigError when the sidecar is neither our own user's nor root's, SpecMismatch and others as the sidecar answers.
 
         After a restart of the sidecar (another boot id) the old mapping is dropped before the new one is made, and every
         lease id is void.
@@ -415,10 +417,24 @@ def _open_socket(path: str, timeout_s: float) -> socket.socket:
     try:
         sock.settimeout(timeout_s)
         sock.connect(path)
-    except OSError:
+        _check_owner(sock, path)
+    except (OSError, ConfigError):
         sock.close()
         raise
     return sock
+
+
+def _check_owner(sock: socket.socket, path: str) -> None:
+    """Another user could have been first to put a socket at a path in a shared folder; its memory would be our cache."""
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"path: {path} is served by user {uid}, we are user {os.geteuid()}; use a sidecar of our own user or of root",
+            field="path",
+            value=path,
+            peer_uid=uid,
+            own_uid=os.geteuid(),
+        )
 
 
 def _parse(frame: Frame, reply_class: type[Reply]) -> Reply | pb.ErrorReply:

@@ -1,5 +1,6 @@
 """The client against sidecars that are slow, gone, or talk nonsense; a scripted one in a thread stands in for them."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -145,22 +146,69 @@ def test_whatever_goes_wrong_is_unavailable_within_the_deadline_and_stays_so_unt
     assert client.match(bytes(16), []).num_blocks == 3
 
 
-def test_a_reply_that_trickles_in_does_not_stretch_the_deadline(sidecar: ScriptedSidecar, client: Client) -> None:
-    """The deadline is over the whole call, not over each read."""
+def test_a_reply_that_trickles_in_does_not_stretch_the_deadline(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    """The deadline is over the whole call, not over each read: those would take 0.9 s and 1 s more."""
     pieces = threading.Event()
 
     def trickle(frame: Frame) -> bytes:
-        pieces.wait(0.15)
+        pieces.wait(0.9)
         return answer(frame)[:4]
 
-    client.connect()
     sidecar.script = then(trickle)
-    started_s = time.monotonic()
+    with Client(str(tmp_path / "s"), role=pb.TOOL, connect_deadline_s=5.0, call_deadline_s=1.0) as client:
+        started_s = time.monotonic()
 
-    with pytest.raises(PeerUnavailable):
-        client.match(bytes(16), [])
+        with pytest.raises(PeerUnavailable):
+            client.match(bytes(16), [])
 
-    assert time.monotonic() - started_s < 0.2 + 0.1
+        assert time.monotonic() - started_s < 1.75
+
+
+NOBODY = 65534
+
+
+def listen_as_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[socket.socket, int, int]:
+    """A listening socket whose owner is not who we are, its owner's uid and ours. Root gives up its rights for the call of
+    listen(), which is what SO_PEERCRED tells of; another user can only pretend to be somebody else afterwards."""
+    own_uid = os.geteuid()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    if own_uid:
+        listener.listen()
+        monkeypatch.setattr(os, "geteuid", lambda: own_uid + 1)
+        return listener, own_uid, own_uid + 1
+    os.seteuid(NOBODY)
+    try:
+        listener.listen()
+    finally:
+        os.seteuid(0)
+    return listener, NOBODY, 0
+
+
+def test_a_sidecar_of_another_user_is_refused(tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was first to put its socket at the path; nothing is said to it."""
+    listener, their_uid, our_uid = listen_as_another_user(tmp_path / "s", monkeypatch)
+    with listener:
+        with pytest.raises(ConfigError, match=f"served by user {their_uid}, we are user {our_uid}") as error:
+            client.connect()
+
+        sock, _ = listener.accept()
+        with sock:
+            assert sock.recv(1) == b"", "we hung up without a word"
+    assert error.value.fields["field"] == "path"
+    assert error.value.fields["value"] == str(tmp_path / "s")
+    assert not client.connected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can serve as root")
+def test_a_sidecar_of_root_serves_everybody(
+    sidecar: ScriptedSidecar, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+
+    client.connect()
+
+    assert client.connected
 
 
 @pytest.mark.parametrize(
