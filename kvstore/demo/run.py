@@ -35,6 +35,9 @@ ANSWER_DEADLINE_S = 300.0
 SAVE_DEADLINE_S = 10.0
 """For the last blocks of a cold prefill to reach the store; they take milliseconds."""
 
+STATS_DEADLINE_S = 5.0
+"""For the sidecar's figures: nothing waits for them, and engines at work may keep the sidecar off every core for a while."""
+
 _POLL_S = 0.02
 
 
@@ -75,7 +78,9 @@ class _Run:
         self._logs = options.log_dir if options.log_dir is not None else run_dir
         self._socket = run_dir / "kvstore.sock"
         self._sidecar = Sidecar(run_dir, self._socket, options.arena, self._logs / "sidecar.log", "--no-grpc")
-        self._stats = Client(str(self._socket), role=TOOL)
+        self._stats = Client(
+            str(self._socket), role=TOOL, connect_deadline_s=STATS_DEADLINE_S, call_deadline_s=STATS_DEADLINE_S
+        )
         self._engines: list[Engine] = []
 
     def all_cases(self) -> DemoResult:
