@@ -57,3 +57,9 @@ class RequestState:
     def pending(self) -> bool:
         """Whether a page of the request may still be read or written."""
         return self.load is not None or bool(self.save_job_ids)
+
+    def follow_boot(self, boot_id: bytes) -> None:
+        """The sidecar of another boot has nothing of what was saved: offer it all again."""
+        if self.boot_id != boot_id:
+            self.boot_id = boot_id
+            self.num_saved_blocks = self.num_offered_blocks = 0

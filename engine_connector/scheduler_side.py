@@ -51,7 +51,8 @@ class StoreSchedulerSide:
         self._saves: dict[int, PendingSave] = {}
         self._job_ids = itertools.count(1)
         self._renewed_s = clock.now_s()
-        self._connection = session.connection
+        self._wire_ids = itertools.count(1)  # ours, not the engine's: any text is a request id there
+        self._renewed_link = session.link
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """See protocol.SchedulerSide. One Match of all keys but the last token's block."""
@@ -61,7 +62,7 @@ class StoreSchedulerSide:
         state.matched_from_block = first
         if state.load_failed or len(keys) <= first:
             return 0
-        match = self._session.ask(lambda client: client.match(self._session.namespace, keys))
+        match = self._session.ask(self._session.link, lambda client, link: client.match(link.namespace, keys))
         return 0 if match is None else max(0, match.num_blocks - first) * self._block_tokens
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -74,9 +75,10 @@ class StoreSchedulerSide:
         last = first + num_external_tokens // self._block_tokens
         keys = self._loadable_keys(request)[:last]
         assert len(keys) == last, "more tokens than were matched"
-        boot_id = self._session.boot_id
+        link, wire_id = self._session.link, str(next(self._wire_ids))
+        boot_id = b"" if link is None else link.boot_id
         grant = self._session.ask(
-            lambda client: client.acquire(request.request_id, self._session.namespace, keys, first_needed=first)
+            link, lambda client, link: client.acquire(wire_id, link.namespace, keys, first_needed=first)
         )
         pages = tuple(block_ids[first:last])
         if grant is None or grant.lease_id == 0:
@@ -147,17 +149,18 @@ class StoreSchedulerSide:
         assert state.load is None, "R1: nothing is saved from a request that is loading"
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
         num_full = min(num_filled, len(request.block_hashes))
-        self._forget_other_boot(state)
-        if num_full <= state.num_offered_blocks or not self._session.up:
+        link, wire_id = self._session.link, str(next(self._wire_ids))
+        if link is None:
+            return None
+        state.follow_boot(link.boot_id)
+        if num_full <= state.num_offered_blocks:
             return None
         first = state.num_saved_blocks
         keys = list(request.block_hashes[first:num_full])
         parent = request.block_hashes[first - 1] if first else b""
         state.num_offered_blocks = num_full
         grant = self._session.ask(
-            lambda client: client.reserve(
-                f"{request.request_id}/{first}-{num_full}", self._session.namespace, keys, parent=parent
-            )
+            link, lambda client, link: client.reserve(wire_id, link.namespace, keys, parent=parent)
         )
         if grant is None:
             return None
@@ -173,10 +176,10 @@ class StoreSchedulerSide:
         )
         job_id = next(self._job_ids)
         self._saves[job_id] = PendingSave(
-            grant.lease_id, state.boot_id, request.request_id, first, tuple(keys[i] for i in granted)
+            grant.lease_id, link.boot_id, request.request_id, first, tuple(keys[i] for i in granted)
         )
         state.save_job_ids.add(job_id)
-        return SaveJob(job_id, request.request_id, state.boot_id, moves)
+        return SaveJob(job_id, request.request_id, link.boot_id, moves)
 
     def _finish_save(self, job_id: int, written: tuple[bool, ...]) -> None:
         save = self._saves.pop(job_id)
@@ -188,17 +191,13 @@ class StoreSchedulerSide:
 
     def _commit(self, save: PendingSave, written: list[bytes]) -> int:
         """Publish what was written, give the rest back; how many blocks became READY."""
-        if save.boot_id != self._session.boot_id:
+        link = self._session.link
+        if link is None or save.boot_id != link.boot_id:
             return 0
-        num_ready = self._session.ask(lambda client: client.commit(save.lease_id, written)) if written else 0
+        num_ready = self._session.ask(link, lambda client, _: client.commit(save.lease_id, written)) if written else 0
         if num_ready is None or len(written) < len(save.keys):
-            self._session.ask(lambda client: client.abort(save.lease_id))
+            self._session.ask(link, lambda client, _: client.abort(save.lease_id))
         return num_ready or 0
-
-    def _forget_other_boot(self, state: RequestState) -> None:
-        if state.boot_id != self._session.boot_id:
-            state.boot_id = self._session.boot_id
-            state.num_saved_blocks = state.num_offered_blocks = 0
 
     # --- loading -------------------------------------------------------------------------------------------------------
 
@@ -223,24 +222,24 @@ class StoreSchedulerSide:
             state.load = None
 
     def _release(self, load: PendingLoad, outcome: int) -> None:
-        if load.lease_id and load.boot_id == self._session.boot_id:
-            self._session.ask(lambda client: client.release(load.lease_id, outcome))
+        link = self._session.link
+        if load.lease_id and link is not None and load.boot_id == link.boot_id:
+            self._session.ask(link, lambda client, _: client.release(load.lease_id, outcome))
 
     # --- both ----------------------------------------------------------------------------------------------------------
 
     def _renew_when_due(self) -> None:
         """One Renew for all leases every third of their time, and after each new connection. A lease not named in it is one
         whose blocks nobody copies any more; it may be one that we never heard of."""
-        now_s, connection = self._clock.now_s(), self._session.connection
-        if connection == self._connection and now_s - self._renewed_s < DEFAULT_LEASE_TTL_S / 3:
+        now_s, link = self._clock.now_s(), self._session.link
+        if link is None or (link is self._renewed_link and now_s - self._renewed_s < DEFAULT_LEASE_TTL_S / 3):
             return
-        reconnected, self._connection, self._renewed_s = connection != self._connection, connection, now_s
-        boot_id = self._session.boot_id
-        lease_ids = [save.lease_id for save in self._saves.values() if save.boot_id == boot_id]
+        reconnected, self._renewed_link, self._renewed_s = link is not self._renewed_link, link, now_s
+        lease_ids = [save.lease_id for save in self._saves.values() if save.boot_id == link.boot_id]
         loads = [state.load for state in self._requests.values() if state.load is not None]
-        lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == boot_id]
+        lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == link.boot_id]
         if lease_ids or reconnected:
-            self._session.ask(lambda client: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=True))
+            self._session.ask(link, lambda client, _: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=True))
 
     def _state(self, request: Request) -> RequestState:
         return self._requests.setdefault(request.request_id, RequestState())

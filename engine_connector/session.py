@@ -13,7 +13,7 @@ with growing pauses, until it succeeds.
 import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvstore.client import Client, ClientArena
 from kvstore.core.errors import KVStoreError, PeerUnavailable
@@ -25,14 +25,26 @@ T = TypeVar("T")
 _STOP_DEADLINE_S = 5.0  # for the background thread to notice close(); a connect attempt is shorter
 
 
+class Link(NamedTuple):
+    """One connection: what was learnt of the sidecar when it was made. Published whole, so that nobody can take the number
+    of one connection for the boot of another."""
+
+    number: int  # another number means that the sidecar ended what it had granted
+    boot_id: bytes
+    namespace: bytes  # of the first spec; b"" without one
+
+
 class StoreSession:
-    """Owns `client` until close(). `ask` may be called from any thread."""
+    """Owns `client` until close(). `ask` may be called from any thread.
+
+    Whoever asks takes `link` first and decides by that one value: an `ask` for a link that is gone answers None.
+    """
 
     def __init__(self, client: Client, *, backoff_s: tuple[float, float] = RECONNECT_BACKOFF_S) -> None:
         self._client = client
         self._first_pause_s, self._longest_pause_s = backoff_s
-        self._connection = 0
-        self._up = threading.Event()
+        self._num_links = 0
+        self._link: Link | None = None
         self._lost = threading.Event()
         self._closing = threading.Event()
         self._hurry = threading.Event()  # cuts the pause before the next attempt
@@ -47,25 +59,16 @@ class StoreSession:
         self._thread.start()
 
     @property
-    def up(self) -> bool:
-        """Whether the last thing we heard from the sidecar was an answer."""
-        return self._up.is_set()
+    def link(self) -> Link | None:
+        """The connection that answered last; None while the sidecar is away. Only a failing `ask` of the engine's thread
+        ends it (or `follow`), so that thread's next `ask` speaks to this boot or to nobody."""
+        return self._link
 
     @property
     def boot_id(self) -> bytes:
-        """Boot id of the sidecar that answers; b"" while none does. Only a failing `ask` of the engine's thread ends a
-        connection, so that thread's next `ask` speaks to this boot or to nobody."""
-        return self._client.boot_id if self._up.is_set() else b""
-
-    @property
-    def connection(self) -> int:
-        """Number of the connection, 0 before the first: another one means that the sidecar ended what it had granted."""
-        return self._connection
-
-    @property
-    def namespace(self) -> bytes:
-        """Namespace of the first spec; b"" before the first connection."""
-        return self._client.namespaces[0].namespace if self._client.namespaces else b""
+        """Boot id of the sidecar that answers; b"" while none does."""
+        link = self._link
+        return b"" if link is None else link.boot_id
 
     def arena(self, boot_id: bytes) -> ClientArena | None:
         """The arena of that boot, or None when the sidecar has been restarted since. Whoever keeps the reference keeps the
@@ -73,12 +76,12 @@ class StoreSession:
         arena = self._client.arena
         return arena if arena is not None and arena.boot_id == boot_id else None
 
-    def ask(self, call: Callable[[Client], T]) -> T | None:
-        """The answer of `call`, or None when the store is away or says no. Never raises a KVStoreError."""
-        if not self._up.is_set():
+    def ask(self, link: Link | None, call: Callable[[Client, Link], T]) -> T | None:
+        """The answer of `call`, or None when `link` is not the present one or the store says no. Raises no KVStoreError."""
+        if link is None or link is not self._link:
             return None
         try:
-            return call(self._client)
+            return call(self._client, link)
         except PeerUnavailable as err:
             self._on_lost(err)
         except KVStoreError as err:
@@ -91,7 +94,7 @@ class StoreSession:
         if boot_id in (b"", self.boot_id, self._followed):
             return
         self._followed = boot_id
-        self._up.clear()
+        self._link = None
         self._hurry.set()
         self._lost.set()
 
@@ -100,14 +103,14 @@ class StoreSession:
         self._closing.set()
         self._hurry.set()
         self._lost.set()
-        self._up.clear()
+        self._link = None
         if self._thread.is_alive():
             self._thread.join(_STOP_DEADLINE_S)
         self._client.close()
 
     def _on_lost(self, err: KVStoreError) -> None:
-        if self._up.is_set():
-            self._up.clear()
+        if self._link is not None:
+            self._link = None
             logger.warning("store lost, recomputing until it answers again reason=%s", err.message)
         self._lost.set()
 
@@ -134,9 +137,11 @@ class StoreSession:
             self._last_problem = err.message
             return False
         self._last_problem = ""
+        self._followed = b""  # a worker that was told of another boot meanwhile is told again at its next step
         self._lost.clear()
-        self._connection += 1
-        self._up.set()
+        self._num_links += 1
+        spaces = self._client.namespaces
+        self._link = Link(self._num_links, self._client.boot_id, spaces[0].namespace if spaces else b"")
         self._report_near_misses()
         return True
 

@@ -142,7 +142,7 @@ def test_an_engine_starts_without_a_sidecar_and_uses_it_once_it_is_there(
     bench.expect_same(engine.ask(prompt), prompt)
 
     with running_sidecar(tmp_path, "--no-grpc") as sidecar:
-        wait_until(lambda: engine.session.up, "connected")
+        wait_until(lambda: engine.session.link, "connected")
         bench.expect_same(engine.ask(prompt), prompt)
 
         expect_shared(bench, sidecar, prompt)
@@ -170,7 +170,7 @@ def test_a_sidecar_killed_at_a_copy_costs_nothing_but_time(
 
     assert killed.is_set()
     sidecar.start()
-    wait_until(lambda: engine.session.up, "reconnected")
+    wait_until(lambda: engine.session.link, "reconnected")
     bench.expect_same(engine.ask(prompt), prompt)
     expect_shared(bench, sidecar, prompt)
     expect_nothing_held(sidecar)
@@ -186,7 +186,7 @@ def test_a_sidecar_restarted_during_a_request_is_offered_all_its_blocks(
     sidecar.kill()
     engine.llm.step()
     sidecar.start()
-    wait_until(lambda: engine.session.up, "reconnected")
+    wait_until(lambda: engine.session.link, "reconnected")
 
     outputs = run_to_end(engine, request_id)
 
@@ -248,7 +248,7 @@ def test_a_hung_sidecar_costs_one_deadline(
     waited = [seconds for seconds in calls if seconds > CALL_DEADLINE_S / 2]
     assert len(waited) <= 1, "the breaker opens at the first call without an answer"
     assert sum(waited) < CALL_DEADLINE_S + 1.0
-    wait_until(lambda: engine.session.up, "reconnected")
+    wait_until(lambda: engine.session.link, "reconnected")
     bench.expect_same(engine.ask(asked), asked)
     expect_shared(bench, sidecar, asked)
     expect_nothing_held(sidecar)
@@ -324,7 +324,7 @@ def test_blocks_dropped_while_they_are_loaded_stay_readable(
     """I4: a leased block keeps its bytes, whatever happens to it in the index."""
     first = bench.engine(sidecar.socket)
     first.ask(prompt)
-    namespace = first.session.namespace
+    namespace = first.session.link.namespace
     num_dropped = []
 
     def drop(way: str, number: int) -> None:
@@ -478,7 +478,7 @@ def test_ten_random_misfortunes_under_load_change_no_token(bench: Bench, sidecar
 
     os.kill(sidecar.pid, signal.SIGCONT)
     for engine in engines:
-        wait_until(lambda engine=engine: engine.session.up, "reconnected", 20.0)
+        wait_until(lambda engine=engine: engine.session.link, "reconnected", 20.0)
         bench.expect_same(engine.ask(documents[0]), documents[0])
     expect_shared(bench, sidecar, documents[0])
     expect_nothing_held(sidecar)

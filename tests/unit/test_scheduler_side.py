@@ -482,26 +482,106 @@ def test_another_boot_is_offered_all_blocks_again(a: Side, b: Side, sidecar: InP
     assert b.match(request) == 3
 
 
-def test_jobs_of_an_earlier_boot_are_not_committed_in_this_one(a: Side, b: Side, sidecar: InProcessSidecar) -> None:
-    """Lease ids start over at each boot: a commit of the earlier boot's lease 1 would hit this boot's."""
-    loaded, saved, other = Request("loaded", 2), Request("saved", 2, family=1), Request("other", 2, family=2)
-    a.store(loaded)
-    a.match(loaded)
-    load = a.load(loaded, 2)
-    (save,) = a.fill(saved, 0, 2)
+def test_a_save_of_an_earlier_boot_commits_nothing_in_this_one(a: Side, b: Side, sidecar: InProcessSidecar) -> None:
+    """Lease ids start over at each boot: a commit of the earlier boot's lease would publish this boot's, not yet written."""
+    request, other = Request("saved", 2), Request("other", 2, family=1)
+    (of_earlier_boot,) = a.fill(request, 0, 2)
     sidecar.restart()
     a.match(other)
     a.reconnect()
-    in_this_boot = a.fill(other, 0, 2)
+    in_this_boot = a.fill(request, 0, 2) + a.fill(other, 0, 2)
+    assert a.side._saves[of_earlier_boot.job_id].lease_id in {
+        a.side._saves[job.job_id].lease_id for job in in_this_boot
+    }
 
-    a.report_saved(save)
-    a.report_loaded(load)
+    a.report_saved(of_earlier_boot)
 
     b.reconnect()
-    assert b.match(other) == 0, "its save has not been reported"
-    assert b.match(saved) == 0
+    assert b.match(request) == b.match(other) == 0, "their saves have not been reported"
     a.report_saved(*in_this_boot)
-    assert b.match(other) == 2
+    assert b.match(request) == b.match(other) == 2
+
+
+def test_a_load_of_an_earlier_boot_releases_nothing_in_this_one(a: Side, b: Side, sidecar: InProcessSidecar) -> None:
+    loaded, other, third = Request("loaded", 2), Request("other", 2, family=1), Request("third", 2, family=2)
+    b.store(loaded)
+    a.match(loaded)
+    load = a.load(loaded, 2)
+    sidecar.restart()
+    a.match(other)
+    a.reconnect()
+    in_this_boot = a.fill(other, 0, 2) + a.fill(third, 0, 2)
+    assert load.lease_id in {a.side._saves[job.job_id].lease_id for job in in_this_boot}
+
+    a.report_loaded(load)
+
+    a.report_saved(*in_this_boot)
+    b.reconnect()
+    assert b.match(other) == b.match(third) == 2
+
+
+def test_a_load_under_way_stays_leased_through_a_reconnection(a: Side, b: Side, sidecar: InProcessSidecar) -> None:
+    """Its blocks must not be evicted while the worker reads them: the Renew after a reconnection names it."""
+    request = Request("r", 2)
+    b.store(request)
+    a.match(request)
+    load = a.load(request, 2)
+    sidecar.lose_next_reply = True
+    a.match(Request("hangs", 1, family=9))
+    a.reconnect()
+
+    a.step()
+
+    assert sidecar.store.stats().num_expired_leases == 1, "it waits for our word"
+    a.report_loaded(load)
+    assert sidecar.store.stats().num_expired_leases == 0
+
+
+class LinkAt:
+    """A session's link as a thread sees it that reads it just when the other thread publishes it: gone, then there."""
+
+    def __init__(self, side: Side, num_reads_before: int) -> None:
+        self.side, self.left, self.cls = side, num_reads_before, type(side.session)
+
+    def __enter__(self) -> None:
+        reconnected: list[bool] = []
+
+        def link(session: StoreSession) -> object:
+            self.left -= 1
+            if self.left < 0 and not reconnected:
+                reconnected.append(True)
+                self.side.reconnect()
+            return session._link
+
+        self.side.session.__class__ = type("Racing", (self.cls,), {"link": property(link)})
+
+    def __exit__(self, *_: object) -> None:
+        self.side.session.__class__ = self.cls
+
+
+@pytest.mark.parametrize("num_reads_before", range(6))
+def test_a_reconnection_at_any_moment_frees_no_slot_that_is_written(
+    num_reads_before: int, a: Side, b: Side, sidecar: InProcessSidecar
+) -> None:
+    """The background thread connects between any two looks at the session: no Renew forgets the save, no grant is orphaned."""
+    request, other = Request("r", 3), Request("q", 3, family=1)
+    (save,) = a.fill(request, 0, 2)
+    sidecar.lose_next_reply = True
+    a.match(Request("hangs", 1, family=9))
+    assert sidecar.limbo_bytes == 2 * SPEC.block_nbytes
+
+    with LinkAt(a, num_reads_before):
+        jobs = a.fill(other, 0, 3)
+        assert sidecar.limbo_bytes == 2 * SPEC.block_nbytes, "the worker still writes them"
+        jobs += a.fill(other, 3, 3)
+
+    a.report_saved(save, *jobs)
+    if a.session.link is None:
+        a.reconnect()
+    a.step()
+    for each in (request, other):
+        a.side.request_finished(each)
+    sidecar.check_no_lease()
 
 
 def test_slots_of_a_grant_that_got_lost_come_back_after_reconnecting(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from in_process_sidecar import InProcessClient, InProcessSidecar
+from test_session import wait_until
 
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.session import StoreSession
@@ -68,7 +69,7 @@ def test_the_boot_it_speaks_to_and_none_at_all_are_no_news(sidecar, client, sess
     session.follow(sidecar.arena.boot_id)
     session.follow(b"")
 
-    assert session.up
+    assert session.link
     assert client.num_attempts == 1
 
 
@@ -80,4 +81,24 @@ def test_a_boot_that_does_not_answer_is_tried_once_and_then_left_to_the_pauses(s
         client.wait_for_attempts(2)
 
     assert client.num_attempts == 2
-    assert not session.up
+    assert not session.link
+
+
+def test_news_of_another_boot_during_a_connection_attempt_is_not_lost(sidecar, client, session):
+    """A second restart, told while we connect to the boot before: the next step tells it again, and it is heard."""
+    connect = client.connect
+
+    def connect_and_hear_news() -> None:
+        connect()
+        sidecar.restart()
+        session.follow(sidecar.arena.boot_id)
+        client.connect = connect
+
+    sidecar.restart()
+    client.connect = connect_and_hear_news
+    session.follow(sidecar.arena.boot_id)
+    wait_until(lambda: session.link is not None and session.boot_id != b"")
+
+    session.follow(sidecar.arena.boot_id)
+
+    wait_until(lambda: session.arena(sidecar.arena.boot_id) is sidecar.arena)
