@@ -228,10 +228,10 @@ def test_a_hung_sidecar_costs_one_deadline(
     calls: list[float] = []
     ask = engine.session.ask
 
-    def timed_ask(call):
+    def timed_ask(link, call):
         started_s = time.monotonic()
         try:
-            return ask(call)
+            return ask(link, call)
         finally:
             calls.append(time.monotonic() - started_s)
 
