@@ -5,7 +5,9 @@ in the file, `KVSTORE_X` in the environment, and a flag of `kvstore serve`. Size
 """
 
 import difflib
+import logging
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,10 +25,13 @@ from kvstore.core.limits import (
     UNVERIFIED_DRAIN_S,
 )
 
+logger = logging.getLogger(__name__)
+
 ENV_PREFIX = "KVSTORE_"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of sockaddr_un, less its terminating zero
 _DEFAULT_ARENA_BYTES = 1 << 30
 _SIZE_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -200,12 +205,18 @@ def _read_toml(file: str | Path) -> dict[str, Any]:
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, str]:
     """KVSTORE_<FIELD>. Other names with the prefix are let pass unless they look like a misspelt field: a Kubernetes
-    service called kvstore puts KVSTORE_PORT and more of the kind into every pod."""
+    service called kvstore puts KVSTORE_PORT and more of the kind into every pod. One called kvstore-metrics puts
+    KVSTORE_METRICS_PORT there, the name of a field: a `..._PORT` that is a URL is passed over with a warning."""
     found = {}
     for variable, value in environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if variable.startswith(ENV_PREFIX) and (name in known or difflib.get_close_matches(name, known, cutoff=0.85)):
-            found[name] = value
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        if name in known or difflib.get_close_matches(name, known, cutoff=0.85):
+            if name.endswith("_port") and _SERVICE_LINK.match(value):
+                logger.warning("%s=%s is a Kubernetes service link, not a setting of ours; ignored", variable, value)
+            else:
+                found[name] = value
     return found
 
 

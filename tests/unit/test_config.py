@@ -1,5 +1,6 @@
 """Settings: precedence, sizes, and errors that name field, value and what would be right."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -108,6 +109,30 @@ def test_foreign_variables_with_the_prefix_are_let_pass() -> None:
     environ = {"KVSTORE_PORT": "tcp://10.0.0.1:80", "KVSTORE_SERVICE_HOST": "10.0.0.1", "KVSTORE_MODEL": "x.gguf"}
 
     assert load_config(environ=environ) == Config()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "udp", "sctp"])
+def test_a_service_link_with_the_name_of_a_setting_is_ignored_with_a_warning(
+    caplog: pytest.LogCaptureFixture, scheme: str
+) -> None:
+    """From a Kubernetes service called kvstore-metrics."""
+    environ = {"KVSTORE_METRICS_PORT": f"{scheme}://10.0.0.1:9090", "KVSTORE_LOG_LEVEL": "debug"}
+
+    with caplog.at_level(logging.WARNING):
+        assert load_config(environ=environ) == Config(log_level="debug")
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"KVSTORE_METRICS_PORT={scheme}://10.0.0.1:9090 is a Kubernetes service link, not a setting of ours; ignored"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("KVSTORE_METRICS_PORT", "http://10.0.0.1:9090"), ("KVSTORE_GRPC_TCP", "tcp://10.0.0.1:7077")],
+)
+def test_no_other_url_is_taken_for_a_service_link(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(value)):
+        load_config(environ={variable: value})
 
 
 @pytest.mark.parametrize("text", ["arena_bytes = ", "\xff"])
