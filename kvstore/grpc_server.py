@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +155,24 @@ class GrpcServer:
                 token = str(dict(context.invocation_metadata()).get(SESSION_METADATA, ""))
                 return call_on_loop(self._loop, deadline_s, self._call, verb, body, token)
             except KVStoreError as err:
-                _refuse(context, err, call_on_loop(self._loop, deadline_s, self._dispatcher.error_reply, err))
+                self._refuse(context, deadline_s, err, partial(self._dispatcher.error_reply, err))
             except Exception as err:  # noqa: BLE001 - outermost frame of a request: logged, counted, answered
                 crash = KVStoreError("the sidecar has a bug; its log says more")
-                _refuse(context, crash, call_on_loop(self._loop, deadline_s, self._dispatcher.crashed, err))
+                self._refuse(context, deadline_s, crash, partial(self._dispatcher.crashed, err))
             return b""
 
         return grpc.unary_unary_rpc_method_handler(serve)
+
+    def _refuse(
+        self, context: Any, deadline_s: float, err: KVStoreError, make_reply: Callable[[], pb.ErrorReply]
+    ) -> None:
+        """Answer with an error. Counting and logging it is the loop's; when the loop cannot, the caller still learns that we
+        are unavailable."""
+        try:
+            _answer_error(context, err, call_on_loop(self._loop, deadline_s, make_reply))
+        except PeerUnavailable as away:
+            reply = pb.ErrorReply(code=away.code, message=away.message, retryable=away.retryable)
+            _answer_error(context, away, reply)
 
     # --- loop thread --------------------------------------------------------------------------------------------------
 
@@ -202,7 +214,7 @@ class GrpcServer:
             self._sessions.end(caller.session)
 
 
-def _refuse(context: Any, err: KVStoreError, reply: pb.ErrorReply) -> None:
+def _answer_error(context: Any, err: KVStoreError, reply: pb.ErrorReply) -> None:
     status = next(status for kind, status in STATUS.items() if isinstance(err, kind))
     context.set_code(status)
     context.set_details(reply.message)
