@@ -1,9 +1,12 @@
 """The sidecar's small HTTP port: /metrics and /healthz, in threads of their own."""
 
+import errno
+import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -13,6 +16,7 @@ from kvstore.metrics import StatsCollector
 from kvstore.proto import kvstore_pb2 as pb
 
 _REQUEST_DEADLINE_S = 10.0
+_HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class HttpServer:
@@ -20,7 +24,7 @@ class HttpServer:
     raises a KVStoreError when the brain loop does not answer."""
 
     def __init__(self, host: str, port: int, snapshot: Callable[[], pb.StatsReply]) -> None:
-        self._address = host, port
+        self._host, self._port = host, port
         self._snapshot = snapshot
         self._registry = CollectorRegistry()
         self._registry.register(StatsCollector(snapshot))
@@ -33,19 +37,21 @@ class HttpServer:
         return self._server.server_port
 
     def start(self) -> None:
-        """Bind and serve in the background. Raises ConfigError."""
+        """Bind and serve in the background. Raises ConfigError, which names metrics_host or metrics_port."""
         pages: dict[str, Callable[[], tuple[str, bytes]]] = {"/metrics": self._metrics, "/healthz": self._health}
 
         class Handler(_Handler):
             routes = pages
 
-        host, port = self._address
+        family, address = self._resolve()
+
+        class Server(ThreadingHTTPServer):
+            address_family = family
+
         try:
-            self._server = ThreadingHTTPServer(self._address, Handler)
+            self._server = Server(address, Handler)
         except OSError as err:
-            raise ConfigError(
-                f"metrics_port: cannot listen on {host}:{port}: {err.strerror}", field="metrics_port", value=port
-            ) from err
+            raise self._unusable("metrics_host" if err.errno in _HOST_ERRORS else "metrics_port", err) from err
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="kvstore-http", daemon=True).start()
 
@@ -54,6 +60,24 @@ class HttpServer:
         assert self._server is not None
         self._server.shutdown()
         self._server.server_close()
+
+    def _resolve(self) -> tuple[socket.AddressFamily, Any]:
+        """The host's first address, of either family; "" is every address of this machine."""
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                self._host or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except (OSError, UnicodeError) as err:  # gaierror is an OSError; UnicodeError: no host name could be so
+            raise self._unusable("metrics_host", err) from err
+        return family, address
+
+    def _unusable(self, field: str, err: Exception) -> ConfigError:
+        reason = (err.strerror if isinstance(err, OSError) else None) or str(err)
+        return ConfigError(
+            f"{field}: cannot listen on host {self._host!r}, port {self._port}: {reason}",
+            field=field,
+            value=self._host if field == "metrics_host" else self._port,
+        )
 
     def _metrics(self) -> tuple[str, bytes]:
         return CONTENT_TYPE_LATEST, generate_latest(self._registry)
