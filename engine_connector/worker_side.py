@@ -195,7 +195,9 @@ class _SavesInFlight:
     def settle(self, request_ids: frozenset[str], deadline_s: float) -> None:
         """Return when no wanted save of these requests is under way."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._jobs_of(request_ids), deadline_s):
+            try:
+                self._changed.wait_for(lambda: not self._jobs_of(request_ids), deadline_s)
+            finally:  # also when a Ctrl-C ends the wait: the pages are about to be used again
                 self._called_off |= self._jobs_of(request_ids)
 
     def _jobs_of(self, request_ids: frozenset[str]) -> set[int]:
