@@ -42,6 +42,9 @@ IDLE_WAIT_S = 0.05
 DRAIN_DEADLINE_S = 10.0
 """generate and close wait at most so long for saves of finished requests to end."""
 
+MAX_REQUEST_ID_BYTES = 200
+"""The wire takes 256 (core/limits.py); a connector may append to an id which blocks it speaks of."""
+
 _HIGHEST = {"num_pages": 1 << 31, "block_tokens": 4096, "max_batch": 4096, "chunk_tokens": 1 << 20, "num_threads": 1024}
 """Far beyond what runs well: these catch a wrong unit."""
 
@@ -137,6 +140,7 @@ class LLM:
         self._scheduler = Scheduler(config, self._blocks, self._connector.scheduler, self.tokenizer.stop_ids)
         self._runner = Runner(LlamaModel(loaded.config, loaded.weights), pages, self._connector.worker)
         self._live: dict[str, _Live] = {}
+        self._deltas: list[TokenDelta] = []  # of requests of add_request, for the next step()
         self._arrivals = itertools.count()
         self._closed = False
 
@@ -166,7 +170,8 @@ class LLM:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
-        """Queue a request for `step` and return its id. Raises ConfigError as generate does, or when the id is in use."""
+        """Queue a request for `step` and return its id. Raises ConfigError as generate does, or for an id that is in use,
+        or not 1 to MAX_REQUEST_ID_BYTES of UTF-8."""
         live = self._add(self._check_prompt(prompt), params or SamplingParams(), request_id, inbox=None)
         return live.sequence.request_id
 
@@ -176,19 +181,24 @@ class LLM:
         if live is None:
             return None
         self._scheduler.abort(live.sequence)
+        self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         return self._output(live)
 
     def step(self) -> list[TokenDelta]:
         """Run one step: at most one token for each request of add_request. Waits up to IDLE_WAIT_S when none can run.
 
+        Tokens that came while generate or stream ran are handed out first, all at once and without a step.
         Call it while `has_unfinished`, and on while `is_draining` so that the connector can finish its saves.
         """
-        return self._step()
+        if not self._deltas:
+            self._step()
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request has not ended."""
-        return self._scheduler.has_unfinished
+        """Whether a request has not ended, or `step` has yet to hand out its tokens."""
+        return self._scheduler.has_unfinished or bool(self._deltas)
 
     @property
     def is_draining(self) -> bool:
@@ -198,7 +208,7 @@ class LLM:
     def drain(self, deadline_s: float) -> bool:
         """Step until the connector is done with the pages of finished requests; False when the deadline came first."""
         end_s = time.monotonic() + deadline_s
-        while self.is_draining and not self.has_unfinished and time.monotonic() < end_s:
+        while self.is_draining and not self._scheduler.has_unfinished and time.monotonic() < end_s:
             self._step()
         return not self.is_draining
 
@@ -228,16 +238,18 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _step(self) -> list[TokenDelta]:
-        """One step; deltas of generate and stream go to their inboxes, the others are returned."""
+    def _step(self) -> None:
+        """One step; deltas of generate and stream go to their inboxes, the others wait for `step`."""
         step = self._scheduler.schedule()
-        waits = self.has_unfinished or self.is_draining
-        result = self._runner.execute(step, idle_wait_s=IDLE_WAIT_S if waits else 0.0)
-        returned: list[TokenDelta] = []
+        waits = self._scheduler.has_unfinished or self.is_draining
+        try:
+            result = self._runner.execute(step, idle_wait_s=IDLE_WAIT_S if waits else 0.0)
+        except BaseException:  # Ctrl-C, or no memory: the worker will never speak of jobs that it has not got
+            self._scheduler.take_output(self._runner.report_not_taken(step.meta))
+            raise
         for sequence in self._scheduler.update(step, result.sampled, result.output):
             live = self._live[sequence.request_id]
-            (returned if live.inbox is None else live.inbox).append(self._delta(live))
-        return returned
+            (self._deltas if live.inbox is None else live.inbox).append(self._delta(live))
 
     def _delta(self, live: _Live) -> TokenDelta:
         sequence = live.sequence
@@ -271,6 +283,7 @@ class LLM:
             raise ConfigError("llm: closed; make another", field="llm", value="closed")
         arrival = next(self._arrivals)
         request_id = f"request-{arrival}" if request_id is None else request_id
+        _check_request_id(request_id)
         if self._scheduler.in_use(request_id):
             raise ConfigError(
                 f"request_id: {request_id!r} is in use; choose another", field="request_id", value=request_id
@@ -365,6 +378,21 @@ def _check_numbers(**settings: int) -> None:
     for name, value in settings.items():
         if not 1 <= value <= _HIGHEST[name]:
             raise ConfigError(f"{name}: {value} is out of range; use 1 to {_HIGHEST[name]}", field=name, value=value)
+
+
+def _check_request_id(request_id: str) -> None:
+    try:
+        nbytes = len(request_id.encode())
+    except UnicodeEncodeError:
+        wrong = "is no UTF-8"
+    else:
+        if 1 <= nbytes <= MAX_REQUEST_ID_BYTES:
+            return
+        wrong = f"has {nbytes} bytes"
+    shown = ascii(request_id[:40])
+    raise ConfigError(
+        f"request_id: {shown} {wrong}; use 1 to {MAX_REQUEST_ID_BYTES} bytes of UTF-8", field="request_id", value=shown
+    )
 
 
 def _check_chunks(chunk_tokens: int, block_tokens: int) -> None:

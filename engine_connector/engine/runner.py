@@ -8,7 +8,7 @@ from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
 from kvstore.engine_connector.engine.model import LlamaModel, pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.scheduler import ScheduledSequence, Step
-from kvstore.engine_connector.protocol import WorkerOutput, WorkerSide
+from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput, WorkerSide
 from kvstore.kernels.paged import PagedCache
 
 
@@ -27,6 +27,8 @@ class Runner:
         self._model = model
         self._pages = pages
         self._worker = worker
+        self._loads_taken_of: ConnectorMetadata | None = None  # the last step whose loads the worker took, and saves
+        self._saves_taken_of: ConnectorMetadata | None = None
         worker.register_pages(PagedCache([pages]))
 
     @torch.inference_mode()
@@ -34,9 +36,23 @@ class Runner:
         """Run the step; when it computes nothing, wait up to `idle_wait_s` for news of loads and saves."""
         self._worker.handle_preemptions(step.meta)
         self._worker.start_load(step.meta)
+        self._loads_taken_of = step.meta
         sampled = self._forward(step) if step.scheduled else []
         self._worker.start_save(step.meta)
+        self._saves_taken_of = step.meta
         return StepResult(sampled, self._worker.get_output(wait_s=0.0 if step.scheduled else idle_wait_s))
+
+    def report_not_taken(self, meta: ConnectorMetadata) -> WorkerOutput:
+        """After `execute` raised: every job that the worker has not got, as failed. The others it reports itself."""
+        loads = () if self._loads_taken_of is meta else meta.loads
+        saves = () if self._saves_taken_of is meta else meta.saves
+        failed = {move.block_id for job in loads for move in job.moves}
+        failed.update(block_id for job in loads for block_id in job.lost_block_ids)
+        return WorkerOutput(
+            finished_loading=frozenset(job.request_id for job in loads),
+            failed_block_ids=frozenset(failed),
+            finished_saving=tuple((job.job_id, (False,) * len(job.moves)) for job in saves),
+        )
 
     def _forward(self, step: Step) -> list[SampledToken]:
         self._zero_opened_pages(step)

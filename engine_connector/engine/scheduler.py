@@ -68,7 +68,8 @@ class Step:
 
 
 class Scheduler:
-    """Owns the sequences and their pages. One thread; `schedule` and `update` alternate, add and abort in between."""
+    """Owns the sequences and their pages. One thread; `schedule` and `update` (or, when the step broke off,
+    `take_output`) alternate, add and abort in between."""
 
     def __init__(
         self, config: SchedulerConfig, blocks: BlockManager, connector: SchedulerSide, stop_ids: frozenset[int]
@@ -132,14 +133,18 @@ class Scheduler:
         """
         for share in step.scheduled:
             self._advance(share)
-        self._connector.update_connector_output(output)
-        self._take_loads(output)
+        self.take_output(output)
         sampling = [share.sequence for share in step.scheduled if share.samples]
         for sequence, token in zip(sampling, sampled, strict=True):
             sequence.append(token)
             if reason := self._finish_reason(sequence):
                 self._finish(sequence, reason)
         return sampling
+
+    def take_output(self, output: WorkerOutput) -> None:
+        """Take the connector's news alone. For a step that broke off: what it scheduled is scheduled again."""
+        self._connector.update_connector_output(output)
+        self._take_loads(output)
 
     def check(self) -> None:
         """Assert the engine's own invariants: every page is free or in some table, and states match the lists."""

@@ -3,6 +3,7 @@
 It also watches the engine's side of the contract and asserts it:
 - pages of a load hold what the load left there until the load is reported;
 - pages of a save do not change from start_save until the save is reported, or handle_preemptions has returned;
+- each job is reported once: by the worker if it got it, else by the engine, and then as failed;
 - request_finished comes once for each request; blocks under one hash have nearly equal content, whoever computed them.
 """
 
@@ -25,6 +26,7 @@ from kvstore.engine_connector.protocol import (
 )
 
 NAN_BYTE = 0xFF  # float16 0xFFFF is a NaN
+NOT_AT_WORK = 1 << 60  # due of a job that the worker has not got yet, or has reported
 
 
 class FakeStore:
@@ -56,7 +58,7 @@ class Temper:
 class _Load:
     job: LoadJob
     hashes: list[bytes]
-    due: int = 0
+    due: int = NOT_AT_WORK
 
 
 @dataclass
@@ -64,7 +66,7 @@ class _Save:
     job: SaveJob
     hashes: list[bytes]
     snapshots: list[np.ndarray] = field(default_factory=list)
-    due: int = 0
+    due: int = NOT_AT_WORK
 
 
 class FakeConnector:
@@ -84,7 +86,6 @@ class FakeConnector:
         self._saves: dict[int, _Save] = {}
         self._matched_from: dict[str, int] = {}
         self._load_failed: set[str] = set()
-        self._planned: dict[int, list[bytes]] = {}
         self._num_jobs = 0
         self._tick = 0
         self._finished: list[Request] = []
@@ -92,6 +93,11 @@ class FakeConnector:
     def factory(self, spec: KVSpec) -> Connector:
         self.spec = spec
         return Connector(self, _Worker(self))
+
+    @property
+    def pending_jobs(self) -> list[str | int]:
+        """Loads by request id and saves by job id of which no report has come."""
+        return [*self._loads, *self._saves]
 
     # --- scheduler side
 
@@ -141,20 +147,27 @@ class FakeConnector:
         if first == last:
             return []
         self._num_jobs += 1
-        self._planned[self._num_jobs] = list(share.request.block_hashes[first:last])
-        assert len(self._planned[self._num_jobs]) == last - first
+        hashes = list(share.request.block_hashes[first:last])
+        assert len(hashes) == last - first
         moves = tuple(BlockMove(page, 0, 0) for page in share.block_ids[first:last])
-        return [SaveJob(self._num_jobs, share.request.request_id, b"boot", moves)]
+        job = SaveJob(self._num_jobs, share.request.request_id, b"boot", moves)
+        self._saves[job.job_id] = _Save(job, hashes)
+        return [job]
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         for request_id in output.finished_loading:
-            del self._loads[request_id]
+            load = self._loads.pop(request_id)
+            assert load.due == NOT_AT_WORK, "given up while the worker had it"
+            pages = {*(move.block_id for move in load.job.moves), *load.job.lost_block_ids}
+            if not pages.isdisjoint(output.failed_block_ids):
+                self._load_failed.add(request_id)
         for job_id, written in output.finished_saving:
             save = self._saves.pop(job_id)
+            assert save.due == NOT_AT_WORK, "given up while the worker had it"
             assert len(written) == len(save.job.moves)
-            for block_hash, content, ok in zip(save.hashes, save.snapshots, written, strict=True):
-                if ok:
-                    self.store.put(block_hash, content)
+            for i, block_hash in enumerate(save.hashes):
+                if written[i]:
+                    self.store.put(block_hash, save.snapshots[i])
                     self.num_saved_blocks += 1
 
     def request_finished(self, request: Request) -> bool:
@@ -181,7 +194,7 @@ class _Worker:
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:
         for job_id, save in self._shared._saves.items():
-            if save.job.request_id in meta.preempted_request_ids and save.due < 1 << 60:
+            if save.job.request_id in meta.preempted_request_ids and save.due < NOT_AT_WORK:
                 self._report(job_id, save)
 
     def start_load(self, meta: ConnectorMetadata) -> None:
@@ -196,14 +209,14 @@ class _Worker:
             snapshots = [self._page(move) for move in job.moves]
             assert not any(np.isnan(page.view(np.float16)).any() for page in snapshots)
             due = self._due(self._shared.temper.max_save_delay)
-            hashes = self._shared._planned.pop(job.job_id)
-            self._shared._saves[job.job_id] = _Save(job, hashes, snapshots, due)
+            save = self._shared._saves[job.job_id]
+            save.snapshots, save.due = snapshots, due
 
     def get_output(self, *, wait_s: float = 0.0) -> WorkerOutput:
         shared = self._shared
         shared._tick += 1
         if wait_s:  # an engine that waits gets the next news at once
-            dues = [work.due for work in (*shared._loads.values(), *shared._saves.values()) if work.due < 1 << 60]
+            dues = [work.due for work in (*shared._loads.values(), *shared._saves.values()) if work.due < NOT_AT_WORK]
             shared._tick = max(shared._tick, min(dues, default=0))
         ended = [load for load in shared._loads.values() if load.due <= shared._tick]
         failed = {page for load in ended for page in self._finish_load(load)}
@@ -233,14 +246,13 @@ class _Worker:
             if shared.temper.flip_a_bit:
                 page[1] ^= 0x80  # the sign of one number of layer 0
             self._pages.copy_in(move.block_id, page)
-        if failed:
-            shared._load_failed.add(load.job.request_id)
+        load.due = NOT_AT_WORK
         return failed
 
     def _report(self, job_id: int, save: _Save) -> None:
         for move, snapshot in zip(save.job.moves, save.snapshots, strict=True):
             assert np.array_equal(self._page(move), snapshot), "a page changed while it was being saved"
-        save.due = 1 << 60  # reported; waits for update_connector_output
+        save.due = NOT_AT_WORK  # reported; waits for update_connector_output
         self._reported.append((job_id, (True,) * len(save.job.moves)))
 
     def _due(self, max_delay: int) -> int:

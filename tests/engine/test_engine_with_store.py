@@ -6,9 +6,13 @@ from fake_connector import FakeConnector, FakeStore, Temper
 from tiny_llama import random_prompt, same_tokens
 
 from kvstore.core.errors import ConfigError
+from kvstore.engine_connector.engine import llm as llm_module
 from kvstore.engine_connector.engine.llm import LLM
+from kvstore.engine_connector.engine.model import LlamaModel
+from kvstore.engine_connector.engine.runner import Runner
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.sequence import FinishReason
+from kvstore.engine_connector.protocol import WorkerOutput
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 UNKIND = Temper(max_load_delay=6, max_save_delay=6, block_fails=0.1, load_loses_tail=0.3)
@@ -195,3 +199,84 @@ def test_other_requests_run_while_one_waits_for_its_load(make_llm, prompts, stor
         finished += [delta.request_id for delta in llm.step() if delta.output]
 
     assert finished == ["computes", "loads"]
+
+
+STAGES = ["execute", "handle_preemptions", "start_load", "hidden", "start_save", "get_output"]
+
+
+def interrupt_once(monkeypatch, connector, stage: str, error: BaseException) -> None:
+    """The next step breaks off where it comes to `stage`."""
+    owner = {"execute": Runner, "hidden": LlamaModel}.get(stage, connector.worker)
+
+    def break_off(*_args, **_kwargs):
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(owner, stage, break_off)
+
+
+@pytest.fixture
+def two_prompts(prompts) -> list[list[int]]:
+    """One that `interruptible` finds in its store, one that shares no block with it."""
+    return [prompts[0], prompts[3][40:]]
+
+
+@pytest.fixture
+def interruptible(make_llm, prompts):
+    """An engine whose first step loads one of two_prompts, and computes the other and saves it; and its connector."""
+    connectors = []
+    fake = FakeConnector(_saved_by(make_llm, prompts[0]), Temper(max_load_delay=3, max_save_delay=3))
+    llm = make_llm(connector_factory=lambda spec: connectors.append(fake.factory(spec)) or connectors[0])
+    return llm, fake, connectors[0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_generate_broken_off_loses_no_page_and_the_next_one_runs(
+    interruptible, monkeypatch, prompts, two_prompts, expected, stage, error
+):
+    llm, fake, connector = interruptible
+    interrupt_once(monkeypatch, connector, stage, error)
+
+    with pytest.raises(type(error)):
+        llm.generate(two_prompts, GREEDY)
+
+    llm.check()
+    assert not llm.has_unfinished
+    assert llm.drain(5.0)
+    llm.step()
+    assert not fake.pending_jobs
+    assert llm._blocks.num_free == 128
+    assert_all_same(expected, llm.generate(prompts, GREEDY))
+    llm.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_requests_go_on_after_a_step_that_broke_off(interruptible, make_llm, monkeypatch, two_prompts, stage):
+    llm, fake, connector = interruptible
+    expected = make_llm(prefix_caching=False).generate(two_prompts, GREEDY)
+    ids = [llm.add_request(prompt, GREEDY) for prompt in two_prompts]
+    interrupt_once(monkeypatch, connector, stage, KeyboardInterrupt())
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    outputs = {}
+    while llm.has_unfinished or llm.is_draining:
+        outputs |= {delta.request_id: delta.output for delta in llm.step() if delta.output}
+        llm.check()
+
+    assert_all_same(expected, [outputs[request_id] for request_id in ids])
+    assert not fake.pending_jobs
+
+
+def test_generate_returns_though_a_save_never_ends(interruptible, monkeypatch, two_prompts):
+    llm, fake, connector = interruptible
+    with monkeypatch.context() as patch:
+        patch.setattr(llm_module, "DRAIN_DEADLINE_S", 0.2)
+        patch.setattr(connector.worker, "get_output", lambda **_: WorkerOutput())
+
+        assert llm.generate(two_prompts[1:], GREEDY)
+
+        assert llm.is_draining
+        assert fake.pending_jobs
+    assert llm.drain(5.0)

@@ -138,9 +138,10 @@ def test_streams_interleave_with_each_other_and_with_steps(make_llm, prompts, ex
     outputs = {}
     for a, b in zip(left, right, strict=True):
         outputs |= {5: a.output, 6: b.output}
+    own = llm.step()
     assert llm.has_unfinished is False
 
-    assert_all_same(expected[5:7], [outputs[5], outputs[6]])
+    assert_all_same(expected[4:7], [own[-1].output, outputs[5], outputs[6]])
 
 
 def test_a_stream_given_up_early_ends_its_request(make_llm, prompts):
@@ -300,3 +301,57 @@ def test_a_closed_engine_says_so(make_llm, prompts):
     assert not llm.has_unfinished
     with pytest.raises(ConfigError, match="closed"):
         llm.add_request(prompts[0])
+
+
+def test_tokens_of_added_requests_outlast_generate_and_stream(make_llm, prompts, expected):
+    """Their deltas come with the next steps, each once and in order, also when the requests ended meanwhile."""
+    llm = make_llm()
+    ids = [llm.add_request(prompt, GREEDY) for prompt in prompts[:2]]
+
+    llm.generate([prompts[2]], GREEDY)
+    list(llm.stream(prompts[3], GREEDY))
+
+    deltas = []
+    while llm.has_unfinished:
+        deltas += llm.step()
+    assert llm.step() == []
+    for request_id, reference in zip(ids, expected[:2], strict=True):
+        mine = [delta for delta in deltas if delta.request_id == request_id]
+        assert [delta.output is None for delta in mine] == [True] * (len(mine) - 1) + [False]
+        assert mine[-1].output.token_ids == tuple(delta.token_id for delta in mine)
+        assert same_tokens(reference, mine[-1].output) > 5
+
+
+def test_an_aborted_request_hands_out_no_more_tokens(make_llm, prompts):
+    llm = make_llm()
+    llm.add_request(prompts[5], SamplingParams(max_tokens=40, ignore_eos=True), request_id="mine")
+    llm.generate([prompts[4]], SamplingParams(max_tokens=4, ignore_eos=True))
+
+    assert len(llm.abort("mine").token_ids) > 2
+
+    assert not llm.has_unfinished
+    assert llm.step() == []
+
+
+@pytest.mark.parametrize(
+    ("request_id", "value"),
+    [("", "0 bytes"), ("x" * 201, "201 bytes"), ("\u00e9" * 101, "202 bytes"), ("\ud800", r"'\\ud800'")],
+    ids=["empty", "long", "long_in_bytes", "lone_surrogate"],
+)
+def test_a_request_id_that_no_store_takes_is_refused(make_llm, prompts, request_id, value):
+    llm = make_llm()
+
+    with pytest.raises(ConfigError, match=f"request_id: .*{value}.*use 1 to 200 bytes of UTF-8") as caught:
+        llm.add_request(prompts[0], GREEDY, request_id=request_id)
+
+    assert caught.value.fields["field"] == "request_id"
+    assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("request_id", ["x", "x" * 200, "\u00e9" * 100], ids=["short", "long", "long_in_bytes"])
+def test_a_request_id_of_up_to_200_bytes_is_served(make_llm, prompts, request_id):
+    llm = make_llm()
+
+    llm.add_request(prompts[0], SamplingParams(max_tokens=1), request_id=request_id)
+
+    assert [delta.request_id for delta in llm.step() + llm.step() + llm.step()] == [request_id]
