@@ -116,13 +116,18 @@ class Dispatcher:
         add a token to the reply."""
         self.counters["calls_hello_total"] += 1
         specs = _check_hello(request, peer)
-        infos = [self._store.open_namespace(spec, request.tenant) for spec in specs]
+        named = frozenset(spec.namespace(request.tenant) for spec in specs)
+
+        def in_use() -> frozenset[bytes]:
+            return named.union(self._sessions.namespaces())
+
+        infos = [self._store.open_namespace(spec, request.tenant, in_use) for spec in specs]
         session = self._sessions.open(
             instance=request.instance,
             tenant=request.tenant,
             role=request.role,
             rank=request.rank,
-            namespaces=frozenset(info.namespace for info in infos),
+            namespaces=named,
             has_arena=request.want_arena,
             cuda_registered=request.cuda_registered,
             peer=peer,

@@ -1,6 +1,6 @@
 """Which blocks are known: for each namespace a dict from prefix hash to row, everything else in columns by row."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +29,15 @@ class Namespace(NamedTuple):
     rows: dict[bytes, int]
 
 
+def _likeness(tenant: str, spec: KVSpec) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """What namespaces share that might have been meant for each other: the weights or the shape, within a tenant and a layer
+    group. The groups of one model differ on purpose."""
+    return (
+        (tenant, spec.group, spec.weights),
+        (tenant, spec.group, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.planes),
+    )
+
+
 class BlockIndex:
     """The tree of known blocks, whatever tier they lie in.
 
@@ -46,10 +55,12 @@ class BlockIndex:
     """
 
     def __init__(self) -> None:
-        self.namespaces: list[Namespace] = []
+        self.namespaces: list[Namespace] = []  # by number; a closed one stays until its number is given to another
         self.keys: list[bytes] = []  # by row; b"" in a free row
         self.num_rows = 0
         self._by_id: dict[bytes, Namespace] = {}
+        self._free_numbers: list[int] = []
+        self._alike: dict[tuple[object, ...], dict[bytes, Namespace]] = {}  # by likeness, then by id
         self._free_rows: list[int] = []
         self._sequence = 0
         self._capacity = 0
@@ -71,6 +82,11 @@ class BlockIndex:
         """Rows in use, ghosts among them."""
         return self.num_rows - len(self._free_rows)
 
+    @property
+    def num_namespaces(self) -> int:
+        """Open ones."""
+        return len(self._by_id)
+
     def find_namespace(self, namespace: bytes) -> Namespace | None:
         """The open namespace of that id."""
         return self._by_id.get(namespace)
@@ -78,10 +94,32 @@ class BlockIndex:
     def open_namespace(self, namespace: bytes, spec: KVSpec, tenant: str, slot_nbytes: int) -> Namespace:
         """Add a namespace that is not there yet."""
         assert namespace not in self._by_id
-        entry = Namespace(len(self.namespaces), namespace, spec, tenant, slot_nbytes, {})
-        self.namespaces.append(entry)
+        number = self._free_numbers.pop() if self._free_numbers else len(self.namespaces)
+        entry = Namespace(number, namespace, spec, tenant, slot_nbytes, {})
+        self.namespaces[number : number + 1] = [entry]  # at the end: one more
         self._by_id[namespace] = entry
+        for likeness in _likeness(tenant, spec):
+            self._alike.setdefault(likeness, {})[namespace] = entry
         return entry
+
+    def close_unused(self, in_use: Collection[bytes]) -> int:
+        """Close the namespaces that have no rows and are not `in_use`; how many."""
+        unused = [entry for entry in self._by_id.values() if not entry.rows and entry.namespace not in in_use]
+        for entry in unused:
+            del self._by_id[entry.namespace]
+            for likeness in _likeness(entry.tenant, entry.spec):
+                del self._alike[likeness][entry.namespace]
+                if not self._alike[likeness]:
+                    del self._alike[likeness]
+            self._free_numbers.append(entry.number)
+        return len(unused)
+
+    def alike(self, entry: Namespace) -> list[Namespace]:
+        """The tenant's other namespaces of the same layer group with the same weights or the same shape."""
+        weights, shape = _likeness(entry.tenant, entry.spec)
+        found = self._alike[weights] | self._alike[shape]
+        del found[entry.namespace]
+        return list(found.values())
 
     def namespace_of(self, row: int) -> Namespace:
         """The namespace a row belongs to."""
@@ -169,6 +207,17 @@ class BlockIndex:
         known = [(entry, key, row) for entry in self.namespaces for key, row in entry.rows.items()]
         used = np.array([row for _, _, row in known], np.int64)
         assert len(np.unique(used)) == len(used) == self.num_blocks
+        assert sorted([*self._free_numbers, *(entry.number for entry in self._by_id.values())]) == list(
+            range(len(self.namespaces))
+        )
+        assert all(self.namespaces[entry.number] is entry for entry in self._by_id.values())
+        assert not any(self.namespaces[number].rows for number in self._free_numbers)
+        assert all(self._alike.values())
+        for likeness, entries in self._alike.items():
+            for namespace, entry in entries.items():
+                assert self._by_id[namespace] is entry
+                assert likeness in _likeness(entry.tenant, entry.spec)
+        assert sum(map(len, self._alike.values())) == 2 * len(self._by_id)
         assert not set(self._free_rows) & set(used.tolist())
         assert len(set(self._free_rows)) == len(self._free_rows)
         assert all(self.keys[row] == key and self.namespace_at[row] == entry.number for entry, key, row in known)

@@ -114,6 +114,10 @@ class Sessions:
         """Instances that have a connection, or limbo and no confirmed end."""
         return len(self._instances)
 
+    def namespaces(self) -> set[bytes]:
+        """Those that any session named in its Hello."""
+        return set().union(*(session.namespaces for session in self._sessions.values()))
+
     def open(
         self,
         *,

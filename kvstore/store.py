@@ -1,6 +1,7 @@
 """The store's decisions: who gets which slot, which blocks are found, what goes when there is no room."""
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ MAX_NEAR_MISSES = 8
 """Near misses told at Hello, those with most blocks first. More help nobody find the field that differs."""
 
 _STATUS = {int(status): status for status in KeyStatus}  # KeyStatus(number) takes ten times as long
-_SHAPE_FIELDS = frozenset({"num_layers", "num_kv_heads", "head_dim", "planes"})
+_MAX_COMPARED = 64  # candidates for them whose fields are compared, some 4 us each
 
 
 class NearMiss(NamedTuple):
@@ -93,18 +94,23 @@ class Store:
 
     # --- namespaces -------------------------------------------------------------------------------------------------
 
-    def open_namespace(self, spec: KVSpec, tenant: str) -> NamespaceInfo:
+    def open_namespace(
+        self, spec: KVSpec, tenant: str, in_use: Callable[[], Collection[bytes]] | None = None
+    ) -> NamespaceInfo:
         """Make the spec's namespace known and tell what it holds.
 
-        Raises SpecMismatch when a block does not fit a segment, Overloaded when there are MAX_NAMESPACES already.
+        When there are MAX_NAMESPACES already, those are closed that know no block and are not `in_use`, which is asked only
+        then (None: all are). Raises Overloaded when that makes no room, SpecMismatch when a block does not fit a segment.
         """
         namespace = spec.namespace(tenant)
         entry = self._index.find_namespace(namespace)
         if entry is None:
             slot_nbytes = self._blocks.slots.slot_nbytes(spec.block_nbytes)
-            if len(self._index.namespaces) >= MAX_NAMESPACES:
+            if self._index.num_namespaces >= MAX_NAMESPACES and in_use is not None:
+                self._index.close_unused(in_use())
+            if self._index.num_namespaces >= MAX_NAMESPACES:
                 raise Overloaded(
-                    f"{MAX_NAMESPACES} namespaces are open already (MAX_NAMESPACES)",
+                    f"{MAX_NAMESPACES} namespaces hold blocks or are open in a session (MAX_NAMESPACES)",
                     limit="MAX_NAMESPACES",
                     value=MAX_NAMESPACES,
                 )
@@ -346,7 +352,7 @@ class Store:
         return StoreStats(
             (tier,),
             table.num_blocks(READY),
-            len(self._index.namespaces),
+            self._index.num_namespaces,
             self._leases.num_live,
             self._leases.num_expired,
             dict(self._counters),
@@ -385,14 +391,14 @@ class Store:
         return entry
 
     def _near_misses(self, entry: Namespace) -> tuple[NearMiss, ...]:
-        """Layer groups of one model differ on purpose, so other groups are no near misses."""
-        misses = []
-        for other in self._index.namespaces:
-            if other is entry or other.tenant != entry.tenant or other.spec.group != entry.spec.group:
-                continue
-            fields = differing_fields(entry.spec, other.spec)
-            if "weights" not in fields or _SHAPE_FIELDS.isdisjoint(fields):
-                misses.append(NearMiss(other.namespace, tuple(fields), self._blocks.num_ready(other)))
+        """Those with most blocks; among as many, those that differ in fewest fields. Bounded, since the loop waits for it."""
+        candidates = heapq.nsmallest(
+            _MAX_COMPARED, self._index.alike(entry), key=lambda other: -self._blocks.num_ready(other)
+        )
+        misses = [
+            NearMiss(other.namespace, tuple(differing_fields(entry.spec, other.spec)), self._blocks.num_ready(other))
+            for other in candidates
+        ]
         misses.sort(key=lambda miss: (-miss.num_blocks, len(miss.differing_fields), miss.namespace))
         return tuple(misses[:MAX_NEAR_MISSES])
 

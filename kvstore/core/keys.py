@@ -230,11 +230,14 @@ class KVSpec:
 
 def differing_fields(left: KVSpec, right: KVSpec) -> list[str]:
     """Names of the fields in which two specs differ, `hash.` fields spelt out: what Hello tells about a near miss."""
-    a, b = dataclasses.asdict(left), dataclasses.asdict(right)
-    hash_a, hash_b = a.pop("hash"), b.pop("hash")
-    return [name for name in a if a[name] != b[name]] + [
-        f"hash.{name}" for name in hash_a if hash_a[name] != hash_b[name]
+    return [name for name in _differing(left, right) if name != "hash"] + [
+        f"hash.{name}" for name in _differing(left.hash, right.hash)
     ]
+
+
+def _differing(left: Any, right: Any) -> list[str]:
+    """Names of the fields of a dataclass in which two differ; asdict, which copies all of them, takes ten times as long."""
+    return [name for name in left.__dataclass_fields__ if getattr(left, name) != getattr(right, name)]
 
 
 class BlockKey(NamedTuple):

@@ -18,7 +18,7 @@ MAX_SESSIONS = 1024
 """Connections that said Hello. More: Overloaded, the connection is closed."""
 
 MAX_NAMESPACES = 4096
-"""Namespaces that hold blocks or are open in a session. More: Overloaded at Hello."""
+"""Namespaces that know a block or are open in a session; others are closed when there is need. More: Overloaded at Hello."""
 
 MAX_PROCESSES_PER_INSTANCE = 256
 """Watched processes of one engine, those included whose connections ended. More: Overloaded, the connection is closed."""

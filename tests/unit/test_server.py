@@ -1,10 +1,12 @@
 """The local server in this process, with short deadlines and a store that can be made to fail."""
 
 import asyncio
+import dataclasses
 import os
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import uvloop
 from kvstore import server as server_module
 from kvstore.client import Client
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import KVStoreError, PeerUnavailable
+from kvstore.core.errors import KVStoreError, Overloaded, PeerUnavailable
 from kvstore.core.keys import KVSpec
 from kvstore.dispatcher import Dispatcher
 from kvstore.proto import kvstore_pb2 as pb
@@ -97,6 +99,37 @@ def is_closed(sock: socket.socket) -> bool:
         return sock.recv(1 << 16) == b""
     except ConnectionResetError:
         return True
+
+
+def test_namespaces_of_sessions_that_ended_make_room_and_those_of_open_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine here has two specs of its own, and there is room for four."""
+    monkeypatch.setattr("kvstore.store.MAX_NAMESPACES", 4)
+
+    def engine(house: House, name: str) -> Client:
+        specs = [dataclasses.replace(SPEC, weights=f"{name}{i}") for i in range(2)]
+        return Client(
+            house.path.path, instance=uuid.uuid4().bytes, role=pb.BOTH, specs=specs, connect_deadline_s=DEADLINE_S,
+            call_deadline_s=DEADLINE_S,
+        )  # fmt: skip
+
+    def talk(house: House) -> None:
+        with engine(house, "lasting") as lasting:
+            for number in range(6):
+                with engine(house, f"passing {number}") as passing:
+                    for client in (lasting, passing):
+                        for space in client.namespaces:
+                            assert client.match(space.namespace, KEYS).num_blocks == 0
+                    if number == 5:
+                        with pytest.raises(Overloaded), engine(house, "one too many"):
+                            pass
+                until_s = time.monotonic() + DEADLINE_S
+                while lasting.stats().num_sessions > 1 and time.monotonic() < until_s:
+                    time.sleep(0.01)
+            assert lasting.stats().num_namespaces <= 4
+
+    serve(tmp_path, talk)
 
 
 def hello() -> bytes:

@@ -6,7 +6,7 @@ from small_store import PAGE, SEGMENT, SmallStore, spec
 from kvstore.core.blocks import Extent, Holder, KeyStatus
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
 from kvstore.core.events import BlockRemoved, BlockStored, RemovalReason
-from kvstore.core.keys import HashScheme
+from kvstore.core.keys import HashScheme, KVSpec, differing_fields
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.counters import COUNTERS
 
@@ -650,6 +650,74 @@ def test_too_many_namespaces_are_refused_and_the_known_ones_still_open(monkeypat
         small.store.open_namespace(spec(weights="second"), "")
     assert caught.value.fields == {"limit": "MAX_NAMESPACES", "value": 1}
     assert small.store.open_namespace(small.spec, "").namespace == small.namespace
+
+
+def test_at_the_limit_namespaces_without_blocks_and_sessions_make_room(monkeypatch: pytest.MonkeyPatch):
+    small = SmallStore()
+    monkeypatch.setattr("kvstore.store.MAX_NAMESPACES", 4)
+    small.put(ANNA, "abc")
+    in_session, unused, leased = (small.open(spec(weights=name)) for name in ("in session", "unused", "leased"))
+    small.reserve(ANNA, "w", namespace=leased)
+
+    opened = small.store.open_namespace(spec(weights="fifth"), "", lambda: {in_session})
+
+    small.store.check()
+    assert small.store.stats().num_namespaces == 4
+    with pytest.raises(SpecMismatch):
+        small.match("a", namespace=unused)
+    assert unused not in {miss.namespace for miss in opened.near_misses}
+    assert small.match("abc") == 3
+    assert small.match("w", namespace=in_session) == small.match("w", namespace=leased) == 0
+    small.put(BERT, "xy", namespace=opened.namespace)  # under the number of the one that was closed
+    assert small.match("xy", namespace=opened.namespace) == 2
+    with pytest.raises(Overloaded):
+        small.store.open_namespace(spec(weights="sixth"), "", lambda: {in_session})
+
+    small.store.drop(opened.namespace, None)
+    again = small.store.open_namespace(spec(weights="unused"), "", lambda: {in_session})
+    assert (again.namespace, again.num_blocks) == (unused, 0)
+    small.store.check()
+
+
+def test_a_closed_namespaces_number_serves_one_of_another_block_size(monkeypatch: pytest.MonkeyPatch):
+    small = SmallStore(num_segments=2)
+    monkeypatch.setattr("kvstore.store.MAX_NAMESPACES", 1)
+    small.put(ANNA, "abc")
+    small.store.drop(small.namespace, None)
+
+    large = small.store.open_namespace(spec(pages=2), "", set).namespace
+
+    small.put(ANNA, "de", namespace=large)
+    assert small.tier().ready_bytes == 4 * PAGE
+    with pytest.raises(SpecMismatch):
+        small.match("a")
+
+
+def test_few_of_many_alike_namespaces_are_compared_those_with_most_blocks_first(monkeypatch: pytest.MonkeyPatch):
+    small = SmallStore()
+    compared = []
+
+    def counting(left: KVSpec, right: KVSpec) -> list[str]:
+        compared.append(right)
+        return differing_fields(left, right)
+
+    monkeypatch.setattr("kvstore.store.differing_fields", counting)
+    for i in range(300):
+        last = small.store.open_namespace(spec(hash=HashScheme(seed=str(i))), "").namespace
+    small.put(ANNA, "ab", namespace=last)
+    for i in range(300):
+        small.store.open_namespace(spec(weights=str(i), num_layers=2), "another tenant")
+    compared.clear()
+
+    misses = small.store.open_namespace(spec(hash=HashScheme(seed="mine")), "").near_misses
+
+    assert len(compared) == 64
+    assert len(misses) == 8
+    assert misses[0][:] == (last, ("hash.seed",), 2)
+    assert {miss.num_blocks for miss in misses[1:]} == {0}
+    compared.clear()
+    small.store.open_namespace(spec(weights="0", num_layers=3), "another tenant")
+    assert [other.num_layers for other in compared] == [2], "only the one with the same weights"
 
 
 def test_events_tell_each_block_that_appears_and_disappears():
