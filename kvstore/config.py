@@ -1,7 +1,7 @@
 """The sidecar's settings: one frozen type, read from a TOML file, the environment and flags, the later ones winning.
 
 Every field has a unit, a default and a range here; nothing else in the project reads a setting. A field `x` is `x = ...`
-in the file, `KVSTORE_X` in the environment, and a flag of `kvstore serve`. Sizes may be written as `512MiB` or `4GiB`.
+in the file, `KVSTORE_X` in the environment, and mostly a flag of `kvstore serve`. Sizes may be written as `512MiB` or `4GiB`.
 """
 
 import difflib
