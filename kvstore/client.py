@@ -24,11 +24,11 @@ from kvstore.core.errors import (
 )
 from kvstore.core.keys import KVSpec, pack_keys
 from kvstore.core.limits import CALL_DEADLINE_S, CONNECT_DEADLINE_S
-from kvstore.core.plans import Match
+from kvstore.core.plans import Match, NamespaceInfo, NearMiss
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.frames import FROM_SERVER, MAX_CALL_ID, Frame, FrameDecoder, Kind, Verb, encode_frame
 
-__all__ = ["Client", "ClientArena", "NamespaceInfo", "NearMissInfo", "Acquired", "Reserved"]
+__all__ = ["Client", "ClientArena", "Acquired", "Reserved"]
 
 PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
@@ -37,23 +37,6 @@ _U64_NBYTES = 8
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _NUM_DESCRIPTORS = 2  # arena, generation table
 Reply = TypeVar("Reply", bound=Message)
-
-
-class NearMissInfo(NamedTuple):
-    """Another namespace that might have been meant: same weights or shape, but these fields differ."""
-
-    namespace: bytes
-    differing_fields: tuple[str, ...]
-    num_blocks: int
-
-
-class NamespaceInfo(NamedTuple):
-    """What Hello says of one spec."""
-
-    namespace: bytes
-    block_nbytes: int
-    num_blocks: int  # READY at that time
-    near_misses: tuple[NearMissInfo, ...]
 
 
 class Acquired(NamedTuple):
@@ -364,7 +347,7 @@ class Client:
                 space.block_nbytes,
                 space.num_blocks,
                 tuple(
-                    NearMissInfo(miss.namespace, tuple(miss.differing_fields), miss.num_blocks)
+                    NearMiss(miss.namespace, tuple(miss.differing_fields), miss.num_blocks)
                     for miss in space.near_misses
                 ),
             )

@@ -25,9 +25,10 @@ from kvstore.core.limits import (
     MAX_REQUEST_ID_BYTES,
     MAX_SPECS_PER_HELLO,
 )
+from kvstore.core.plans import NamespaceInfo
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions
-from kvstore.store import NamespaceInfo, Store
+from kvstore.store import Store
 from kvstore.transport.frames import Verb
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, Protocol
 from kvstore.core.events import Event
 from kvstore.core.keys import KVSpec, differing_fields
 from kvstore.core.limits import MAX_KEYS_PER_CALL, MAX_LEASES_PER_INSTANCE, MAX_LIMBO_FRACTION, MAX_NAMESPACES
-from kvstore.core.plans import Match, ReadGrant, WriteGrant
+from kvstore.core.plans import Match, NamespaceInfo, NearMiss, ReadGrant, WriteGrant
 from kvstore.core.ports import SlotSpace
 from kvstore.counters import new_counters
 from kvstore.eviction import EvictionPolicy, LeafLru
@@ -26,23 +26,6 @@ MAX_NEAR_MISSES = 8
 
 _STATUS = {int(status): status for status in KeyStatus}  # KeyStatus(number) takes ten times as long
 _MAX_COMPARED = 64  # candidates for them whose fields are compared, some 4 us each
-
-
-class NearMiss(NamedTuple):
-    """Another namespace of the tenant that could have been this one, were it not for some fields."""
-
-    namespace: bytes
-    differing_fields: tuple[str, ...]
-    num_blocks: int
-
-
-class NamespaceInfo(NamedTuple):
-    """What Hello tells about a namespace. `num_blocks` are READY."""
-
-    namespace: bytes
-    block_nbytes: int
-    num_blocks: int
-    near_misses: tuple[NearMiss, ...]
 
 
 class TierStats(NamedTuple):

@@ -43,5 +43,22 @@ class WriteGrant(NamedTuple):
         return self.slots.extents(self.block_nbytes)
 
 
+class NearMiss(NamedTuple):
+    """Another namespace of the tenant that could have been meant (same weights or shape), were it not for some fields."""
+
+    namespace: bytes
+    differing_fields: tuple[str, ...]
+    num_blocks: int
+
+
+class NamespaceInfo(NamedTuple):
+    """What Hello tells about one spec's namespace."""
+
+    namespace: bytes
+    block_nbytes: int
+    num_blocks: int  # READY at that time
+    near_misses: tuple[NearMiss, ...]
+
+
 TIERS = ("pinned", "nvme", "peer", "hbm")
 """Tier numbers as they travel in Match replies."""

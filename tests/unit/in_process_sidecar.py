@@ -12,12 +12,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import Acquired, NamespaceInfo, Reserved
+from kvstore.client import Acquired, Reserved
 from kvstore.core.blocks import Extent, Holder
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import PeerUnavailable
 from kvstore.core.keys import KVSpec
-from kvstore.core.plans import Match
+from kvstore.core.plans import Match, NamespaceInfo
 from kvstore.store import Store
 from kvstore.tiers.slots import SegmentedSlots
 

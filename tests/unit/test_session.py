@@ -198,11 +198,11 @@ def test_near_misses_are_told(
     open_session: Callable, sidecar: InProcessSidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No silent hit rate of nothing: what the store holds for the same weights and another seed is named."""
-    from kvstore.client import NearMissInfo
+    from kvstore.core.plans import NearMiss
 
     def connect_with_near_miss(client: CountingClient) -> None:
         InProcessClient.connect(client)
-        miss = NearMissInfo(bytes(16), ("hash.seed",), 7)
+        miss = NearMiss(bytes(16), ("hash.seed",), 7)
         client.namespaces = (client.namespaces[0]._replace(near_misses=(miss,)),)
 
     session = StoreSession(CountingClient(sidecar))
