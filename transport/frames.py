@@ -23,7 +23,7 @@ MAX_CALL_ID = 0xFFFF_FFFF
 
 
 class Verb(enum.IntEnum):
-    """What a frame is about. 11 to 17 are kept for Prefetch, Cancel, Report, Explain, Pin, Watch and Locate."""
+    """What a frame is about. 12 to 17 are kept for Cancel, Report, Explain, Pin, Watch and Locate."""
 
     HELLO = 1
     MATCH = 2
@@ -35,6 +35,7 @@ class Verb(enum.IntEnum):
     ABORT = 8
     DROP = 9
     STATS = 10
+    PREFETCH = 11
 
 
 class Kind(enum.IntEnum):

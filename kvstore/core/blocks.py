@@ -34,14 +34,16 @@ NO_SLOTS = SlotArrays(np.empty(0, np.int64), np.empty(0, np.uint64))
 class PlacementState(enum.IntEnum):
     """Life of a copy of a block in a tier: NONE -> WRITING -> READY -> LEAVING -> NONE; abort goes WRITING -> NONE.
 
-    Only READY is given to readers. LEAVING is no longer found by match and takes no new lease; its bytes stay until the
-    last lease on it has ended.
+    Only READY is given to readers. ARRIVING is WRITING by ourselves, from a slower tier: it may be leased, and its reader
+    waits until the slot's generation is announced. LEAVING is no longer found by match and takes no new lease; its bytes
+    stay until the last lease on it has ended.
     """
 
     NONE = 0
     WRITING = 1
     READY = 2
     LEAVING = 3
+    ARRIVING = 4
 
 
 class Holder(NamedTuple):

@@ -75,6 +75,41 @@ SLOT_ALIGN_BYTES = 4096
 EVICTION_SLICE_BLOCKS = 256
 """Victims whose slots are freed together; then reserve looks again whether there is room."""
 
+# --- drives -----------------------------------------------------------------------------------------------------------
+MAX_IO_BYTES = 4 << 20
+"""Bytes in one request to a drive: moves of neighbouring slots are joined up to this. Larger ones were no faster, and the
+first block of them is ready later."""
+
+DRIVE_THREADS = 8
+"""I/Os in flight on a drive; at most half of them writes, so that a read waits for a part of one write at most."""
+
+MAX_WRITES_IN_FLIGHT_BYTES = 64 << 20
+"""Demotions ordered and not done, per drive. More wait in the backlog, where they pin nothing."""
+
+MAX_WRITE_BACKLOG_BLOCKS = 65536
+"""Blocks that wait to be written. Beyond it the oldest are passed over and counted; they may earn their write again."""
+
+INDEX_COMMIT_INTERVAL_S = 0.05
+"""The longest that a group commit waits for company; a thousand entries do not wait."""
+
+INDEX_COMMIT_ENTRIES = 1000
+"""Entries at which a group commit does not wait any longer."""
+
+INDEX_RETRY_S = 1.0
+"""Pause after a group commit that failed (full disk); what it held is kept, and writes stop meanwhile."""
+
+DRIVE_RETRY_S = (1.0, 60.0)
+"""First and longest pause before a drive that refused writes is tried again; doubles in between."""
+
+MAX_DRIVE_ERRORS = 8
+"""Reads in a row that a drive failed with EIO. Then it is degraded: not read again before the same pauses."""
+
+RECENCY_FLUSH_S = 30.0
+"""How often the recency of blocks on the drives is written down. A crash loses so much of the order, and nothing else."""
+
+RESTORE_SLICE_BLOCKS = 2048
+"""Blocks that recovery gives to the loop at once; some 3 ms."""
+
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25
 """A client's call on the engine's path. Past it: PeerUnavailable, the connection is dropped and the breaker opens."""
@@ -87,3 +122,6 @@ RECONNECT_BACKOFF_S = (0.1, 5.0)
 
 LOAD_DEADLINE_S = 10.0
 """A load that has not arrived by then is recomputed."""
+
+ARRIVAL_POLL_S = (0.0002, 0.002)
+"""First and longest pause between two looks at the generation of a slot whose block is still being read."""

@@ -38,8 +38,17 @@ class SlotSpace(Protocol):
         """How many blocks of `nbytes` could be reserved now: free slots of its size class, and free whole segments."""
         ...
 
-    def reserve_many(self, nbytes: int, count: int) -> SlotArrays:
-        """`min(count, num_free(nbytes))` slots for blocks of `nbytes`."""
+    def reserve_many(self, nbytes: int, count: int, *, announced: bool = True) -> SlotArrays:
+        """`min(count, num_free(nbytes))` slots for blocks of `nbytes`. Not `announced`: whoever looks at a slot's generation
+        sees the one before, until `announce`; that is how a reader knows that the bytes are still to come."""
+        ...
+
+    def announce(self, slots: SlotArrays) -> None:
+        """The bytes of slots reserved without announcement are there."""
+        ...
+
+    def restore(self, nbytes: int, slots: SlotArrays) -> None:
+        """Free -> reserved for slots of blocks of `nbytes` that were in use before a restart."""
         ...
 
     def to_limbo(self, extent: Extent) -> None:

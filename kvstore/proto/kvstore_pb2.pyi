@@ -276,12 +276,44 @@ class DropReply(_message.Message):
     boot_id: bytes
     def __init__(self, num_dropped: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
+class PrefetchRequest(_message.Message):
+    __slots__ = ("namespace", "keys", "first_needed")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    keys: bytes
+    first_needed: int
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
+    __slots__ = ("num_blocks", "num_started", "boot_id")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STARTED_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_started: int
+    boot_id: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., num_started: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DriveStats(_message.Message):
+    __slots__ = ("path", "state", "reason", "capacity_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    state: str
+    reason: str
+    capacity_bytes: int
+    def __init__(self, path: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "ready_bytes", "writing_bytes", "leaving_bytes", "limbo_bytes", "free_bytes", "ready_blocks")
+    __slots__ = ("name", "capacity_bytes", "ready_bytes", "writing_bytes", "leaving_bytes", "limbo_bytes", "free_bytes", "ready_blocks", "quarantined_bytes", "drives")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +322,8 @@ class TierStats(_message.Message):
     LIMBO_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     ready_bytes: int
@@ -298,7 +332,9 @@ class TierStats(_message.Message):
     limbo_bytes: int
     free_bytes: int
     ready_blocks: int
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ...) -> None: ...
+    quarantined_bytes: int
+    drives: _containers.RepeatedCompositeFieldContainer[DriveStats]
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[DriveStats, _Mapping]]] = ...) -> None: ...
 
 class StatsReply(_message.Message):
     __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters")
