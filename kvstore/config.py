@@ -1,7 +1,8 @@
 """The sidecar's settings: one frozen type, read from a TOML file, the environment and flags, the later ones winning.
 
 Every field has a unit, a default and a range here; nothing else in the project reads a setting. A field `x` is `x = ...`
-in the file, `KVSTORE_X` in the environment, and mostly a flag of `kvstore serve`. Sizes may be written as `512MiB` or `4GiB`.
+in the file, `KVSTORE_X` in the environment, and a flag of `kvstore serve`, which makes its flags from `settings()`. Sizes may
+be written as `512MiB` or `4GiB`; a list is an array in the file, separated by colons in the environment, a flag each.
 """
 
 import difflib
@@ -11,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -33,10 +34,12 @@ _DEFAULT_ARENA_BYTES = 1 << 30
 _SIZE_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+_MAX_DRIVES = 64  # each has threads of its own
 
 
-def _doc(description: str, unit: str = "", **limits: Any) -> msgspec.Meta:
-    return msgspec.Meta(description=description, extra={"unit": unit}, **limits)
+def _doc(description: str, unit: str = "", *, choices: tuple[str, ...] = (), **limits: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=description, extra={"unit": unit, "choices": choices}, **limits)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,18 +72,46 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "wait before memory comes back from an engine whose processes cannot be watched", "seconds", ge=0, le=3600
         ),
     ] = UNVERIFIED_DRAIN_S
+    nvme: Annotated[
+        tuple[str, ...],
+        _doc("directories to keep blocks in, one on each drive; none: RAM only", "directories", max_length=_MAX_DRIVES),
+    ] = ()
+    nvme_bytes: Annotated[
+        int,
+        _doc(
+            "size of the data file on each drive; 0: as it is, at first half of what is free there",
+            "bytes",
+            ge=0,
+            le=1 << 48,
+        ),
+    ] = 0
+    nvme_write_policy: Annotated[
+        str,
+        _doc(
+            "when blocks are written to the drives: at once, when they are wanted again, or when RAM has no room",
+            choices=_WRITE_POLICIES,
+        ),
+    ] = "write_through"
+    nvme_write_bytes_per_s: Annotated[
+        int, _doc("written to all drives together in a second; 0: no limit", "bytes", ge=0, le=1 << 48)
+    ] = 0
+    nvme_write_bytes_per_day: Annotated[
+        int, _doc("written to all drives together in 24 hours; 0: no limit", "bytes", ge=0, le=1 << 60)
+    ] = 0
     grpc: Annotated[bool, _doc("serve gRPC on <socket>.grpc")] = True
     grpc_tcp: Annotated[str, _doc("serve gRPC on this host:port too; empty: no")] = ""
     grpc_tls_cert: Annotated[str, _doc("PEM file with the certificate that gRPC over TCP shows")] = ""
     grpc_tls_key: Annotated[str, _doc("PEM file with its private key")] = ""
     grpc_tls_client_ca: Annotated[str, _doc("PEM file with the authorities that sign clients' certificates")] = ""
-    metrics_port: Annotated[int, _doc("port of /metrics and /healthz; 0: off", "port", ge=0, le=65535)] = 0
+    metrics_port: Annotated[int, _doc("port of /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
-    log_level: Annotated[str, _doc(f"one of {', '.join(_LOG_LEVELS)}")] = "info"
+    log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
 
     def __post_init__(self) -> None:
-        if self.log_level not in _LOG_LEVELS:
-            raise _wrong("log_level", self.log_level, f"use one of {', '.join(_LOG_LEVELS)}")
+        for setting in settings():
+            value = getattr(self, setting.name)
+            if setting.choices and value not in setting.choices:
+                raise _wrong(setting.name, value, setting.right)
         if self.segment_bytes % SLOT_ALIGN_BYTES:
             raise _wrong("segment_bytes", self.segment_bytes, f"use a multiple of {SLOT_ALIGN_BYTES}")
         if 0 < self.arena_bytes < self.segment_bytes:
@@ -92,7 +123,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         longest = MAX_SOCKET_PATH_BYTES - len(".grpc")
         if len(os.fsencode(self.socket)) > longest:
             raise _wrong("socket", self.socket, f"a Unix socket's path has at most {longest} bytes here")
+        self._check_drives()
         self._check_tcp()
+
+    def _check_drives(self) -> None:
+        if "" in self.nvme:
+            raise _wrong("nvme", "", "a directory's name is empty")
+        places = [os.path.realpath(directory) for directory in self.nvme]
+        twice = [directory for directory, place in zip(self.nvme, places, strict=True) if places.count(place) > 1]
+        if twice:
+            raise _wrong("nvme", ", ".join(twice), "name each directory once")
+        if 0 < self.nvme_bytes < self.segment_bytes:
+            raise _wrong(
+                "nvme_bytes",
+                format_size(self.nvme_bytes),
+                f"use at least one segment, {format_size(self.segment_bytes)}",
+            )
 
     def _check_tcp(self) -> None:
         tls = {name: getattr(self, name) for name in ("grpc_tls_cert", "grpc_tls_key", "grpc_tls_client_ca")}
@@ -114,9 +160,11 @@ class Setting(NamedTuple):
     """A field of Config, for help texts and error messages."""
 
     name: str
-    kind: Any
+    base: type  # bool, int, float, str or tuple, which is a list of directories
+    kind: Any  # that with its limits
     default: object
     unit: str
+    choices: tuple[str, ...]  # empty: any in its range
     description: str
     right: str  # what a value must be, in words
 
@@ -124,9 +172,11 @@ class Setting(NamedTuple):
 def settings() -> Iterator[Setting]:
     """Every field of Config, in order."""
     for field in msgspec.structs.fields(Config):
-        base, meta = get_args(field.type)
-        unit = meta.extra["unit"]
-        yield Setting(field.name, field.type, field.default, unit, meta.description, _right(base, meta, unit))
+        kind, meta = get_args(field.type)
+        base = get_origin(kind) or kind
+        unit, choices = meta.extra["unit"], meta.extra["choices"]
+        right = _right(base, meta, unit, choices)
+        yield Setting(field.name, base, field.type, field.default, unit, choices, meta.description, right)
 
 
 def load_config(
@@ -203,11 +253,11 @@ def _read_toml(file: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config: cannot read {file}: {err}", field="config", value=str(file)) from err
 
 
-def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, str]:
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, str | list[str]]:
     """KVSTORE_<FIELD>. Other names with the prefix are let pass unless they look like a misspelt field: a Kubernetes
     service called kvstore puts KVSTORE_PORT and more of the kind into every pod. One called kvstore-metrics puts
     KVSTORE_METRICS_PORT there, the name of a field: a `..._PORT` that is a URL is passed over with a warning."""
-    found = {}
+    found: dict[str, str | list[str]] = {}
     for variable, value in environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
         if not variable.startswith(ENV_PREFIX):
@@ -215,6 +265,8 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) 
         if name in known or difflib.get_close_matches(name, known, cutoff=0.85):
             if name.endswith("_port") and _SERVICE_LINK.match(value):
                 logger.warning("%s=%s is a Kubernetes service link, not a setting of ours; ignored", variable, value)
+            elif name in known and known[name].base is tuple:
+                found[name] = value.split(os.pathsep) if value else []
             else:
                 found[name] = value
     return found
@@ -239,7 +291,11 @@ def _wrong(field: str, value: object, right: str) -> ConfigError:
     return ConfigError(f"{field}: {value!r} is not right; {right}", field=field, value=str(value))
 
 
-def _right(base: type, meta: msgspec.Meta, unit: str) -> str:
+def _right(base: type, meta: msgspec.Meta, unit: str, choices: tuple[str, ...]) -> str:
+    if choices:
+        return f"use one of {', '.join(choices)}"
+    if base is tuple:
+        return f"use a list of at most {meta.max_length} {unit}"
     low = f"from {meta.ge}" if meta.ge is not None else f"above {meta.gt}" if meta.gt is not None else ""
     high = f"to {meta.le}" if meta.le is not None else ""
     kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}[base.__name__]

@@ -2,42 +2,73 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
+
+from kvstore.config import Setting, format_size, load_config, settings
+
+_SHORT = {"arena_bytes": "--arena", "segment_bytes": "--segment"}
+"""Flags whose name is not that of their setting with dashes."""
+
+
+def _with_a_flag_for_every_setting(command: Callable[..., None]) -> Callable[..., None]:
+    for setting in reversed(list(settings())):
+        command = _option(setting)(command)
+    return command
+
+
+def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    flag = _SHORT.get(setting.name, "--" + setting.name.replace("_", "-"))
+    text = setting.description[0].upper() + setting.description[1:] + "."
+    if shown := _shown_default(setting):
+        text += f"  [default: {shown}]"
+    if setting.base is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", setting.name, default=None, help=text)
+    if setting.base is tuple:
+        return click.option(
+            flag, setting.name, multiple=True, metavar="DIR", help=f"{text} May be given several times."
+        )
+    value: dict[str, Any] = {"type": setting.base}
+    if setting.unit == "bytes":
+        value = {"metavar": "SIZE"}
+    elif setting.choices:
+        value = {"metavar": "|".join(setting.choices)}
+    return click.option(flag, setting.name, default=None, help=text, **value)
+
+
+def _shown_default(setting: Setting) -> str:
+    if setting.base is bool:
+        return "yes" if setting.default else "no"
+    if not setting.default:
+        return ""  # what nothing or 0 means is in the description
+    if isinstance(setting.default, int):
+        return format_size(setting.default) if setting.unit == "bytes" else str(setting.default)
+    return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
 
 
 @click.command()
 @click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="TOML file with settings.")
-@click.option(
-    "--socket", help="Path of the local socket.  [default: $XDG_RUNTIME_DIR/kvstore.sock or /tmp/kvstore-<uid>.sock]"
-)
-@click.option(
-    "--arena",
-    "arena_bytes",
-    help="Memory to serve from, such as 4GiB.  [default: 1GiB, at most a quarter of what is free]",
-)
-@click.option(
-    "--segment", "segment_bytes", help="Part of the arena given to one block size at a time.  [default: 64MiB]"
-)
-@click.option("--lease-ttl-s", type=float, help="Life of a lease whose request does not say.  [default: 30]")
-@click.option("--grpc/--no-grpc", default=None, help="Serve gRPC on <socket>.grpc.  [default: yes]")
-@click.option("--grpc-tcp", help="Serve gRPC on this host:port too.")
-@click.option("--metrics-port", type=int, help="Port of /metrics and /healthz; 0: off.  [default: 0]")
-@click.option("--log-level", help="debug, info, warning or error.  [default: info]")
+@_with_a_flag_for_every_setting
 def serve(file: Path | None, **flags: object) -> None:
     """Run the sidecar until SIGTERM or Ctrl-C.
 
-    A setting comes from its flag, else from KVSTORE_<FIELD> in the environment, else from the TOML file; kvstore/config.py
-    lists all of them, with units and ranges. Prints one line when it is ready; its log goes to standard error.
+    A setting comes from its flag, else from KVSTORE_<FIELD> in the environment, else from the TOML file. Sizes are written
+    as 512MiB or 4GiB. Prints one line when it is ready; its log goes to standard error.
     """
     import uvloop
 
-    from kvstore.config import load_config
     from kvstore.sidecar import Sidecar
 
-    config = load_config(file=file, environ=os.environ, flags=flags)
+    config = load_config(file=file, environ=os.environ, flags=_given(flags))
     logging.basicConfig(
         level=config.log_level.upper(), format="time=%(asctime)s level=%(levelname)s source=%(name)s %(message)s"
     )
     uvloop.run(Sidecar(config, on_ready=click.echo).run())
+
+
+def _given(flags: dict[str, object]) -> dict[str, object]:
+    """Without those that were not given: None, or no value of a list."""
+    return {name: value for name, value in flags.items() if value not in {None, ()}}

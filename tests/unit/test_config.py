@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.cli.serve import _given, serve
 from kvstore.config import (
     Config,
     arena_nbytes,
@@ -73,6 +74,16 @@ def test_sizes_are_written_exactly(nbytes: int) -> None:
         ({"grpc_tcp": "7077"}, "grpc_tcp", "host:port"),
         ({"grpc_tcp": "0.0.0.0:7077"}, "grpc_tcp", "needs mutual TLS"),
         ({"grpc_tls_cert": "a.pem"}, "grpc_tls_key", "together"),
+        ({"nvme": ["/a"] * 65}, "nvme", "a list of at most 64 directories"),
+        ({"nvme": ["/a", ""]}, "nvme", "name is empty"),
+        ({"nvme": ["/a", "/b", "/a/../b"]}, "nvme", "each directory once"),
+        ({"nvme_bytes": "1MiB"}, "nvme_bytes", "at least one segment, 64MiB"),
+        (
+            {"nvme_write_policy": "write_never"},
+            "nvme_write_policy",
+            "write_through, write_through_selective, write_back",
+        ),
+        ({"nvme_write_bytes_per_s": "-1"}, "nvme_write_bytes_per_s", "from 0"),
     ],
 )
 def test_wrong_values_name_field_value_and_what_is_right(flags: dict[str, object], field: str, right: str) -> None:
@@ -81,7 +92,76 @@ def test_wrong_values_name_field_value_and_what_is_right(flags: dict[str, object
 
     assert error.value.fields["field"] == field
     assert error.value.message.startswith(f"{field}: ")
-    assert field not in flags or error.value.fields["value"] == str(flags[field])
+    if field in flags and field != "nvme":  # of a list, the directory that is wrong
+        assert error.value.fields["value"] == str(flags[field])
+
+
+def test_a_list_is_an_array_in_the_file_and_separated_by_colons_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('nvme = ["/mnt/a", "/mnt/b"]\nnvme_bytes = "1TiB"')
+
+    assert load_config(file=file) == Config(nvme=("/mnt/a", "/mnt/b"), nvme_bytes=1 << 40)
+    assert load_config(file=file, environ={"KVSTORE_NVME": "/mnt/c:/mnt/d"}).nvme == ("/mnt/c", "/mnt/d")
+    assert load_config(file=file, environ={"KVSTORE_NVME": ""}).nvme == ()
+    assert load_config(file=file, flags={"nvme": ("/mnt/e",)}).nvme == ("/mnt/e",)
+
+
+def test_a_string_where_a_list_is_expected_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    file.write_text('nvme = "/mnt/a:/mnt/b"')
+
+    with pytest.raises(ConfigError, match=r"^nvme: '/mnt/a:/mnt/b' is not right; in .*: use a list"):
+        load_config(file=file)
+
+
+def test_a_directory_named_twice_through_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to("drive")
+
+    with pytest.raises(ConfigError, match=r"^nvme: .*each directory once"):
+        Config(nvme=(str(tmp_path / "drive"), str(tmp_path / "link")))
+
+
+def flags_of(*arguments: str) -> Config:
+    """The settings that `kvstore serve` gets from its command line alone."""
+    given = serve.make_context("serve", list(arguments)).params
+    given.pop("file")
+    return load_config(flags=_given(given))
+
+
+def test_every_setting_has_a_flag_that_sets_it() -> None:
+    values: dict[str, object] = {
+        "bool": False,
+        "str": "text",
+        "int": 7,
+        "float": 0.5,
+        "log_level": "debug",
+        "nvme_write_policy": "write_back",
+        "grpc_tcp": "localhost:7",
+    }
+    names = {param.name: param.opts[0] for param in serve.params}
+    for setting in settings():
+        flag = names[setting.name]
+        if setting.name.startswith("grpc_tls"):
+            tls = ("--grpc-tls-cert", "a.pem", "--grpc-tls-key", "a.pem", "--grpc-tls-client-ca", "a.pem")
+            assert getattr(flags_of(*tls), setting.name) == "a.pem"
+        elif setting.base is tuple:
+            assert getattr(flags_of(flag, "/b", flag, "/a"), setting.name) == ("/b", "/a")
+        elif setting.base is bool:
+            assert getattr(flags_of(f"--no-{flag[2:]}"), setting.name) is False
+            assert getattr(flags_of(flag), setting.name) is True
+        elif setting.unit == "bytes":
+            assert getattr(flags_of(flag, "128MiB"), setting.name) == 128 * MIB
+        else:
+            value = values.get(setting.name, values[setting.base.__name__])
+            assert getattr(flags_of(flag, str(value)), setting.name) == value
+
+
+def test_a_flag_that_is_not_given_leaves_the_setting_to_the_others(tmp_path: Path) -> None:
+    assert flags_of() == Config()
+    assert flags_of("--arena", "4GiB", "--segment", "1MiB", "--socket", "/s") == Config(
+        arena_bytes=4 * GIB, segment_bytes=MIB, socket="/s"
+    )
 
 
 def test_the_source_of_a_wrong_value_is_named(tmp_path: Path) -> None:
