@@ -1,22 +1,37 @@
-"""The sidecar's small HTTP port: /metrics and /healthz, in threads of their own."""
+"""The sidecar's small HTTP port, in threads of its own.
+
+/metrics   for Prometheus
+/healthz   200 while the brain loop answers
+/readyz    the same as JSON, with the state of each tier and drive. A drive that is degraded or off is told, and takes
+           nothing from our being ready: engines are served from what is left
+"""
 
 import errno
+import json
 import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvstore.core.errors import ConfigError, KVStoreError
-from kvstore.metrics import StatsCollector
+from kvstore.metrics import StatsCollector, tier_state
 from kvstore.proto import kvstore_pb2 as pb
 
 _REQUEST_DEADLINE_S = 10.0
 _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class Page(NamedTuple):
+    """An answer."""
+
+    content_type: str
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
 
 
 class HttpServer:
@@ -38,7 +53,7 @@ class HttpServer:
 
     def start(self) -> None:
         """Bind and serve in the background. Raises ConfigError, which names metrics_host or metrics_port."""
-        pages: dict[str, Callable[[], tuple[str, bytes]]] = {"/metrics": self._metrics, "/healthz": self._health}
+        pages = {"/metrics": self._metrics, "/healthz": self._health, "/readyz": self._ready}
 
         class Handler(_Handler):
             routes = pages
@@ -79,34 +94,54 @@ class HttpServer:
             value=self._host if field == "metrics_host" else self._port,
         )
 
-    def _metrics(self) -> tuple[str, bytes]:
-        return CONTENT_TYPE_LATEST, generate_latest(self._registry)
+    def _metrics(self) -> Page:
+        return Page(CONTENT_TYPE_LATEST, generate_latest(self._registry))
 
-    def _health(self) -> tuple[str, bytes]:
+    def _health(self) -> Page:
         self._snapshot()
-        return "text/plain; charset=utf-8", b"ok\n"
+        return Page("text/plain; charset=utf-8", b"ok\n")
+
+    def _ready(self) -> Page:
+        try:
+            stats = self._snapshot()
+        except KVStoreError as err:
+            return _json({"ready": False, "reason": err.message}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return _json({"ready": True, "tiers": {tier.name: _readiness(tier) for tier in stats.tiers}})
+
+
+def _json(value: object, status: HTTPStatus = HTTPStatus.OK) -> Page:
+    return Page("application/json", json.dumps(value).encode() + b"\n", status)
+
+
+def _readiness(tier: pb.TierStats) -> dict[str, object]:
+    readiness: dict[str, object] = {"state": tier_state(tier)}
+    if tier.drives:
+        readiness["drives"] = [
+            {"path": drive.path, "state": drive.state, "reason": drive.reason} for drive in tier.drives
+        ]
+    return readiness
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_DEADLINE_S
-    routes: dict[str, Callable[[], tuple[str, bytes]]]
+    routes: dict[str, Callable[[], Page]]
 
     def do_GET(self) -> None:
         """One of the routes, 404, or 503 when the brain loop does not answer."""
-        page = self.routes.get(self.path.partition("?")[0])
-        if page is None:
+        route = self.routes.get(self.path.partition("?")[0])
+        if route is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         try:
-            content_type, body = page()
+            page = route()
         except KVStoreError as err:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, err.message)
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_response(page.status)
+        self.send_header("Content-Type", page.content_type)
+        self.send_header("Content-Length", str(len(page.body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(page.body)
 
     def log_message(self, *_: object) -> None:
         """Scrapes are no news."""

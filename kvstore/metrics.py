@@ -9,9 +9,15 @@ from prometheus_client.metrics_core import Metric
 from kvstore.counters import COUNTERS
 from kvstore.proto import kvstore_pb2 as pb
 
-_STATES = ("ready", "writing", "leaving", "limbo", "free")
-_LABELLED = re.compile(r"(calls|errors)_(\w+)_total")
-_LABELS = {"calls": ("verb", "Requests served or refused."), "errors": ("code", "Requests answered with an error.")}
+_STATES = ("ready", "writing", "leaving", "limbo", "quarantined", "free")
+_LABELLED = re.compile(r"(calls|errors|nvme_problems)_(\w+)_total")
+_LABELS = {
+    "calls": ("verb", "Requests served or refused."),
+    "errors": ("code", "Requests answered with an error."),
+    "nvme_problems": ("reason", "Reads, writes and commits that failed on a drive."),
+}
+DRIVE_STATES = ("recovering", "ready", "degraded", "off")
+"""States of a drive, as they travel."""
 
 
 class StatsCollector:
@@ -31,7 +37,16 @@ class StatsCollector:
         yield GaugeMetricFamily("kvstore_sessions", "Connections that said Hello.", stats.num_sessions)
         yield GaugeMetricFamily("kvstore_leases", "Live leases.", stats.num_leases)
         yield from _tiers(stats)
+        yield from _drives(stats)
         yield from _counters(dict(stats.counters))
+
+
+def tier_state(tier: pb.TierStats) -> str:
+    """One word for a tier: that of its drives when they agree, recovering while any is, degraded when some are not well."""
+    states = {drive.state for drive in tier.drives} or {"ready"}
+    if "recovering" in states:
+        return "recovering"
+    return states.pop() if len(states) == 1 else "degraded"
 
 
 def _tiers(stats: pb.StatsReply) -> Iterator[Metric]:
@@ -44,6 +59,21 @@ def _tiers(stats: pb.StatsReply) -> Iterator[Metric]:
         for state in _STATES:
             used.add_metric((tier.name, state), getattr(tier, f"{state}_bytes"))
     yield from (capacity, used, blocks)
+
+
+def _drives(stats: pb.StatsReply) -> Iterator[Metric]:
+    capacity = GaugeMetricFamily(
+        "kvstore_drive_capacity_bytes", "Size of a drive's data file.", labels=("tier", "drive")
+    )
+    state = GaugeMetricFamily(
+        "kvstore_drive_state", "1 for the state a drive is in.", labels=("tier", "drive", "state")
+    )
+    for tier in stats.tiers:
+        for drive in tier.drives:
+            capacity.add_metric((tier.name, drive.path), drive.capacity_bytes)
+            for name in DRIVE_STATES:
+                state.add_metric((tier.name, drive.path, name), drive.state == name)
+    yield from (capacity, state)
 
 
 def _counters(counters: dict[str, int]) -> Iterator[Metric]:

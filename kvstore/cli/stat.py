@@ -11,7 +11,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
 def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
-    """Show what a running sidecar holds: bytes by state, blocks, sessions, leases, counters."""
+    """Show what a running sidecar holds: bytes by state, blocks, drives, sessions, leases, counters."""
     from google.protobuf.json_format import MessageToDict
 
     from kvstore.client import Client
@@ -50,12 +50,17 @@ def _print_tables(stats: Any) -> None:
         f"{stats.num_sessions} sessions, {stats.num_leases} leases",
         highlight=False,
     )
-    states = ("capacity", "ready", "writing", "leaving", "limbo", "free")
+    states = ("capacity", "ready", "writing", "leaving", "limbo", "quarantined", "free")
     tiers = Table("tier", *states, "blocks")
     for tier in stats.tiers:
         sizes = [decimal(getattr(tier, f"{state}_bytes")) for state in states]
         tiers.add_row(tier.name, *sizes, f"{tier.ready_blocks:,}")
     console.print(tiers)
+    drives = Table("drive", "state", "capacity", "reason")
+    for drive in [drive for tier in stats.tiers for drive in tier.drives]:
+        drives.add_row(drive.path, drive.state, decimal(drive.capacity_bytes), drive.reason)
+    if drives.row_count:
+        console.print(drives)
     counters = Table("counter", "since start")
     for name, value in sorted(stats.counters.items()):
         if value:

@@ -1,14 +1,118 @@
-"""The metrics port: both families of addresses, and which setting an unusable address is blamed on."""
+"""The HTTP port: what it answers, both families of addresses, and which setting an unusable address is blamed on."""
 
 import errno
+import json
 import socket
+import urllib.error
 import urllib.request
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, PeerUnavailable
 from kvstore.http_server import HttpServer
+from kvstore.metrics import DRIVE_STATES
 from kvstore.proto import kvstore_pb2 as pb
+
+
+class Answer(NamedTuple):
+    status: int
+    text: str
+
+
+def get(path: str, snapshot: Callable[[], pb.StatsReply]) -> Answer:
+    server = HttpServer("127.0.0.1", 0, snapshot)
+    server.start()
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
+            return Answer(answer.status, answer.read().decode())
+    except urllib.error.HTTPError as err:
+        with err:
+            return Answer(err.code, err.read().decode())
+    finally:
+        server.stop()
+
+
+def stats_with(*states: str, **fields: object) -> pb.StatsReply:
+    """A pinned tier, and an NVMe tier whose drives are in these states."""
+    drives = [
+        pb.DriveStats(
+            path=f"/mnt/{i}", state=state, reason=f"reason {i}" if state != "ready" else "", capacity_bytes=100
+        )
+        for i, state in enumerate(states)
+    ]
+    nvme = [pb.TierStats(name="nvme", capacity_bytes=200, quarantined_bytes=4096, drives=drives)] if drives else []
+    return pb.StatsReply(tiers=[pb.TierStats(name="pinned", capacity_bytes=64), *nvme], **fields)
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        (("ready", "ready"), "ready"),
+        (("ready", "degraded"), "degraded"),
+        (("ready", "off"), "degraded"),
+        (("degraded", "off"), "degraded"),
+        (("recovering", "off"), "recovering"),
+        (("off", "off"), "off"),
+    ],
+)
+def test_drives_are_visible_in_readiness_and_take_nothing_from_it(states: tuple[str, ...], state: str) -> None:
+    answer = get("/readyz", lambda: stats_with(*states))
+
+    assert answer.status == 200
+    assert json.loads(answer.text) == {
+        "ready": True,
+        "tiers": {
+            "pinned": {"state": "ready"},
+            "nvme": {
+                "state": state,
+                "drives": [
+                    {"path": f"/mnt/{i}", "state": each, "reason": f"reason {i}" if each != "ready" else ""}
+                    for i, each in enumerate(states)
+                ],
+            },
+        },
+    }
+
+
+def test_without_drives_there_is_one_tier() -> None:
+    assert json.loads(get("/readyz", stats_with).text) == {"ready": True, "tiers": {"pinned": {"state": "ready"}}}
+
+
+@pytest.mark.parametrize("path", ["/readyz", "/healthz", "/metrics"])
+def test_a_loop_that_does_not_answer_is_503(path: str) -> None:
+    def away() -> pb.StatsReply:
+        raise PeerUnavailable("the sidecar is too busy", peer="brain loop", deadline_s=5.0)
+
+    answer = get(path, away)
+
+    assert answer.status == 503
+    assert "the sidecar is too busy" in answer.text
+    if path == "/readyz":
+        assert json.loads(answer.text) == {"ready": False, "reason": "the sidecar is too busy"}
+
+
+def test_metrics_tell_tiers_drives_and_problems_by_reason() -> None:
+    counters = {"nvme_problems_eio_total": 3, "nvme_problems_no_space_total": 0, "calls_match_total": 7}
+    text = get("/metrics", lambda: stats_with("ready", "degraded", counters=counters)).text
+
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+    assert samples["kvstore_tier_capacity_bytes", "nvme"] == 200
+    assert samples["kvstore_tier_bytes", "nvme", "quarantined"] == 4096
+    assert samples["kvstore_drive_capacity_bytes", "/mnt/1", "nvme"] == 100
+    assert samples["kvstore_nvme_problems_total", "eio"] == 3
+    assert samples["kvstore_nvme_problems_total", "no_space"] == 0
+    assert samples["kvstore_calls_total", "match"] == 7
+    for path, state in (("/mnt/0", "ready"), ("/mnt/1", "degraded")):
+        shown = {each: samples["kvstore_drive_state", path, *sorted(("nvme", each))] for each in DRIVE_STATES}
+        assert shown == {each: float(each == state) for each in DRIVE_STATES}
 
 
 def has_ipv6() -> bool:
