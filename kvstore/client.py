@@ -1,6 +1,7 @@
 """The engine's and the tools' end of the local socket: plain blocking calls, each within a deadline."""
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -28,7 +29,7 @@ from kvstore.core.plans import Match, NamespaceInfo, NearMiss
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.frames import FROM_SERVER, MAX_CALL_ID, Frame, FrameDecoder, Kind, Verb, encode_frame
 
-__all__ = ["Client", "ClientArena", "Acquired", "Reserved"]
+__all__ = ["Client", "ClientArena", "Acquired", "Prefetched", "Reserved"]
 
 PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
@@ -47,7 +48,14 @@ class Acquired(NamedTuple):
     num_blocks: int  # READY prefix from the first key
     offsets: NDArray[np.uint64]  # bytes from the start of the arena
     generations: NDArray[np.uint64]
-    ready: bytes  # one byte per granted block: 1 = usable now
+    ready: bytes  # one byte per granted block: 1 = usable now; 0 = on its way (transport/WIRE.md, section 5)
+
+
+class Prefetched(NamedTuple):
+    """How much of a prefix is held, and how much of that is on its way to RAM since this call."""
+
+    num_blocks: int  # from the first key
+    num_started: int
 
 
 class Reserved(NamedTuple):
@@ -132,6 +140,17 @@ class Client:
         """Whether the last call found the sidecar there."""
         return self._socket is not None
 
+    @property
+    def alive(self) -> bool:
+        """Whether the sidecar holds its end of the connection now. Takes no lock and reads nothing, so that a thread may look
+        while another one's call is under way: the end of a process closes its connections at once."""
+        sock = self._socket
+        if sock is None or (fd := sock.fileno()) < 0:
+            return False
+        poll = select.poll()  # not a peek: unread bytes would hide the end behind them
+        poll.register(fd, select.POLLRDHUP)
+        return not poll.poll(0)
+
     def connect(self) -> None:
         """Connect and say Hello; replaces a connection that is there. Raises PeerUnavailable within the connect deadline,
         ConfigError when the sidecar is neither our own user's nor root's, SpecMismatch and others as the sidecar answers.
@@ -190,6 +209,13 @@ class Client:
             _u64(reply.generations),
             reply.ready,
         )
+
+    def prefetch(self, namespace: bytes, keys: Sequence[bytes] | bytes, *, first_needed: int = 0) -> Prefetched:
+        """Begin to bring the held prefix of `keys`, from `first_needed` on, to RAM for an acquire that will follow. Owns
+        nothing and waits for nothing."""
+        request = pb.PrefetchRequest(namespace=namespace, keys=_packed(keys), first_needed=first_needed)
+        reply = self._call(Verb.PREFETCH, request, pb.PrefetchReply)
+        return Prefetched(reply.num_blocks, reply.num_started)
 
     def release(self, lease_id: int, outcome: int) -> None:
         """Give a read lease back; `outcome` is an `Outcome` of kvstore_pb2. This process does not touch its slots any more.
