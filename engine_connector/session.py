@@ -49,6 +49,7 @@ class StoreSession:
         self._closing = threading.Event()
         self._hurry = threading.Event()  # cuts the pause before the next attempt
         self._followed = b""
+        self._awaited = b""
         self._last_problem = ""
         self._thread = threading.Thread(target=self._reconnect_loop, name="kvstore-reconnect", daemon=True)
 
@@ -69,6 +70,12 @@ class StoreSession:
         """Boot id of the sidecar that answers; b"" while none does."""
         link = self._link
         return b"" if link is None else link.boot_id
+
+    @property
+    def live_boot_id(self) -> bytes:
+        """Boot id of the sidecar that holds its end of the connection now; b"" when none does. Asks nothing and waits for
+        nobody; any thread. The sidecar of a `link` may have ended a moment ago; this one has not."""
+        return self._client.boot_id if self._client.alive else b""
 
     def arena(self, boot_id: bytes) -> ClientArena | None:
         """The arena of that boot, or None when the sidecar has been restarted since. Whoever keeps the reference keeps the
@@ -93,10 +100,14 @@ class StoreSession:
         the background: a session that only maps the arena asks nothing, so it never learns of a restart by itself."""
         if boot_id in (b"", self.boot_id, self._followed):
             return
-        self._followed = boot_id
+        self._followed = self._awaited = boot_id
         self._link = None
         self._hurry.set()
         self._lost.set()
+
+    def awaits(self, boot_id: bytes) -> bool:
+        """Whether `follow` has just made us connect to that boot's sidecar, and the first attempt has not ended yet."""
+        return boot_id == self._awaited != b""
 
     def close(self) -> None:
         """Stop reconnecting and close the connection. Safe to call twice."""
@@ -122,10 +133,9 @@ class StoreSession:
                 self._hurry.clear()
             if self._closing.is_set():
                 return
-            if self._try_connect():
-                pause_s = self._first_pause_s
-            else:
-                pause_s = min(2 * pause_s, self._longest_pause_s)
+            connected = self._try_connect()
+            self._awaited = b""
+            pause_s = self._first_pause_s if connected else min(2 * pause_s, self._longest_pause_s)
 
     def _try_connect(self) -> bool:
         try:

@@ -1,29 +1,39 @@
 """The worker side: copies between the engine's pages and the shared arena, in the background, one copy each way.
 
 Two threads, one for loads and one for saves, so that a load never queues behind a save. numpy's copy releases the GIL, so
-the engine computes meanwhile. A thread takes a job and reports through one queue; nothing else is shared but the record of
+the engine computes meanwhile. A thread takes jobs and reports through one queue; nothing else is shared but the record of
 saves in flight, by which handle_preemptions waits for a job or calls it off.
 
 A load is believed only if the arena is still the one in which the lease was granted and the slot's generation is the same
 before and after the copy. Whatever goes wrong, the blocks from there on are reported as failed and the engine recomputes.
+
+A load may name blocks that are still being read from a drive; the generation table says when they are there. The load
+thread works on all open loads in turn, the oldest first, and copies of each what has arrived, in prefix order: so the
+first block is in its page while the next is being read, and a load that waits holds up none that need not.
+
+      load 1  [copied][copied][ there ][ on its way ][ there ]      copies one block, then waits
+      load 2  [ on its way ][ on its way ]                          waits
+      load 3  [ there ][ there ]                                    copies both, is reported
 """
 
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import ClientArena
+from kvstore.client_arena import Arrival, arrival_of
+from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.limits import ARRIVAL_POLL_S
 from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, Pages, SaveJob, WorkerOutput
 from kvstore.engine_connector.session import StoreSession
 
 logger = logging.getLogger(__name__)
-J = TypeVar("J")
 
 PREEMPTION_DEADLINE_S = 1.0
 """Wait for the saves of preempted requests. Past it they are called off: what they copied is reported as not written."""
@@ -43,22 +53,36 @@ class _Saved(NamedTuple):
     written: tuple[bool, ...]
 
 
+@dataclass(slots=True)
+class _Load:
+    """A load that has not been reported. Holds the arena, so that it stays mapped until then."""
+
+    job: LoadJob
+    until_s: float
+    arena: ClientArena | None = None  # None: not looked for yet, or its session is still connecting
+    num_loaded: int = 0
+    copying_s: float = 0.0
+
+
 class StoreWorkerSide:
     """Implements protocol.WorkerSide. Reads the arena of `session`, which the scheduler side (or whoever made it) closes."""
 
-    def __init__(self, session: StoreSession) -> None:
+    def __init__(self, session: StoreSession, *, clock: Clock | None = None) -> None:
         self._session = session
+        self._clock = clock or MonotonicClock()
         self._pages: Pages | None = None
         self._reports: queue.SimpleQueue[_Loaded | _Saved] = queue.SimpleQueue()
         self._in_flight = _SavesInFlight()
-        self._loads = _JobThread[tuple[LoadJob, float]]("kvstore-load", self._load)
-        self._saves = _JobThread[SaveJob]("kvstore-save", self._save)
+        self._new_loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()  # bounded by the engine: one a request
+        self._load_thread = threading.Thread(target=self._run_loads, name="kvstore-load", daemon=True)
+        self._new_saves: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()  # likewise: a few a request
+        self._save_thread = threading.Thread(target=self._run_saves, name="kvstore-save", daemon=True)
 
     def register_pages(self, pages: Pages) -> None:
         """See protocol.WorkerSide."""
         self._pages = pages
-        self._loads.start()
-        self._saves.start()
+        self._load_thread.start()
+        self._save_thread.start()
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide. The first verb of a step: a worker that has a session of its own and asks nothing learns
@@ -70,13 +94,13 @@ class StoreWorkerSide:
     def start_load(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide."""
         for job in meta.loads:
-            self._loads.put((job, time.monotonic() + job.deadline_s))
+            self._new_loads.put(_Load(job, self._clock.now_s() + job.deadline_s))
 
     def start_save(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide."""
         for job in meta.saves:
             self._in_flight.add(job)
-            self._saves.put(job)
+            self._new_saves.put(job)
 
     def get_output(self, *, wait_s: float = 0.0) -> WorkerOutput:
         """See protocol.WorkerSide."""
@@ -91,41 +115,103 @@ class StoreWorkerSide:
         )
 
     def close(self) -> None:
-        """See protocol.WorkerSide."""
-        self._loads.close()
-        self._saves.close()
+        """See protocol.WorkerSide. What is queued is finished, except for blocks that have not arrived."""
+        for jobs, thread in ((self._new_loads, self._load_thread), (self._new_saves, self._save_thread)):
+            jobs.put(None)
+            if thread.is_alive():
+                thread.join(_STOP_DEADLINE_S)
         self._pages = None
 
     # --- on the load thread ----------------------------------------------------------------------------------------------
 
-    def _load(self, item: tuple[LoadJob, float]) -> None:
-        job, deadline_s = item
-        started_s = time.monotonic()
-        num_loaded = 0
+    def _run_loads(self) -> None:
+        loads: list[_Load] = []
+        pause_s, closing = 0.0, False
+        while not closing:
+            closing = self._take_loads(loads, pause_s)
+            num_copied = self._copy_arrived(loads, closing=closing) if loads else 0
+            pause_s = 0.0 if num_copied else min(max(2 * pause_s, ARRIVAL_POLL_S[0]), ARRIVAL_POLL_S[1])
+
+    def _take_loads(self, loads: list[_Load], pause_s: float) -> bool:
+        """Add what start_load has put: waits for it while there is nothing else to do, else at most `pause_s`. Whether
+        close() was called."""
         try:
-            num_loaded = self._copy_in(job, deadline_s)
+            load = self._new_loads.get(timeout=pause_s if loads else None)
+            while load is not None:
+                loads.append(load)
+                load = self._new_loads.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+    def _copy_arrived(self, loads: list[_Load], *, closing: bool) -> int:
+        """Copy of each load what is there, and report those that are over; how many blocks were copied."""
+        live_boot_id = self._session.live_boot_id  # before the table: what a sidecar that dies now said last is seen
+        num_copied = 0
+        for load in list(loads):
+            num_before = load.num_loaded
+            waits = self._copy_load(load, live_boot_id) is Arrival.ON_ITS_WAY
+            num_copied += max(0, load.num_loaded - num_before)
+            if closing or not waits or self._clock.now_s() >= load.until_s:
+                loads.remove(load)
+                self._report_load(load)
+        return num_copied
+
+    def _copy_load(self, load: _Load, live_boot_id: bytes) -> Arrival:
+        started_s, num_before = self._clock.now_s(), load.num_loaded
+        try:
+            arrival = self._copy_in(load, live_boot_id)
         except Exception:  # outermost frame of the job: whatever it was, the load must be reported
-            logger.exception("load failed request_id=%s", job.request_id)
+            logger.exception("load failed request_id=%s", load.job.request_id)
+            load.num_loaded = 0
+            return Arrival.LOST
+        if load.num_loaded > num_before:
+            load.copying_s += self._clock.now_s() - started_s
+        return arrival
+
+    def _copy_in(self, load: _Load, live_boot_id: bytes) -> Arrival:
+        """Copy blocks in prefix order as long as they are there; what is to be said of the one after them."""
+        pages, moves = self._pages, load.job.moves
+        while load.num_loaded < len(moves):
+            arrival = self._look(load, live_boot_id)
+            if arrival is not Arrival.THERE:
+                return arrival
+            if pages is None or load.arena is None or self._clock.now_s() >= load.until_s:
+                return Arrival.LOST
+            move = moves[load.num_loaded]
+            pages.copy_in(move.block_id, _slot(load.arena, move.offset, pages.page_nbytes))
+            if not _is_current(load.arena, move):
+                return Arrival.LOST
+            load.num_loaded += 1
+        return Arrival.THERE
+
+    def _look(self, load: _Load, live_boot_id: bytes) -> Arrival:
+        """Whether the next block is there; and whether it is worth waiting for."""
+        job = load.job
+        if load.arena is None:
+            connecting = self._session.awaits(
+                job.boot_id
+            )  # before the look: if it has ended, the look is the last word
+            load.arena = self._session.arena(job.boot_id)
+            if load.arena is None:
+                return Arrival.ON_ITS_WAY if connecting else Arrival.LOST
+        arrival = _arrival(load.arena, job.moves[load.num_loaded])
+        if arrival is Arrival.ON_ITS_WAY and job.boot_id != live_boot_id:
+            return Arrival.LOST  # whoever was to bring it is dead
+        return arrival
+
+    def _report_load(self, load: _Load) -> None:
+        job, num_loaded = load.job, load.num_loaded
         failed = tuple(move.block_id for move in job.moves[num_loaded:]) + job.lost_block_ids
         if failed:
             logger.warning("load incomplete request_id=%s loaded=%d failed=%d", job.request_id, num_loaded, len(failed))
-        nbytes = num_loaded * self._page_nbytes()
-        self._reports.put(_Loaded(job.request_id, failed, nbytes, time.monotonic() - started_s))
-
-    def _copy_in(self, job: LoadJob, deadline_s: float) -> int:
-        """Copy blocks in prefix order; how many are good. Holds the arena, so that it stays mapped while it copies."""
-        arena, pages = self._session.arena(job.boot_id), self._pages
-        if arena is None or pages is None:
-            return 0
-        for num_loaded, move in enumerate(job.moves):
-            if time.monotonic() > deadline_s or not _is_current(arena, move):
-                return num_loaded
-            pages.copy_in(move.block_id, _slot(arena, move.offset, pages.page_nbytes))
-            if not _is_current(arena, move):
-                return num_loaded
-        return len(job.moves)
+        self._reports.put(_Loaded(job.request_id, failed, num_loaded * self._page_nbytes(), load.copying_s))
 
     # --- on the save thread ----------------------------------------------------------------------------------------------
+
+    def _run_saves(self) -> None:
+        while (job := self._new_saves.get()) is not None:
+            self._save(job)
 
     def _save(self, job: SaveJob) -> None:
         written = [False] * len(job.moves)
@@ -155,9 +241,13 @@ def _slot(arena: ClientArena, offset: int, nbytes: int) -> NDArray[np.uint8]:
     return arena.array[offset : offset + nbytes]
 
 
+def _arrival(arena: ClientArena, move: BlockMove) -> Arrival:
+    return arrival_of(int(arena.generations[move.offset >> 12]), move.generation)
+
+
 def _is_current(arena: ClientArena, move: BlockMove) -> bool:
-    """Whether the slot still is what was granted. Kept also for writes: a slot that is not ours must not be touched."""
-    return int(arena.generations[move.offset >> 12]) == move.generation
+    """Whether the slot is what was granted. Kept also for writes: a slot that is not ours must not be touched."""
+    return _arrival(arena, move) is Arrival.THERE
 
 
 def _drain(reports: "queue.SimpleQueue[_Loaded | _Saved]", wait_s: float) -> Iterable[_Loaded | _Saved]:
@@ -202,28 +292,3 @@ class _SavesInFlight:
 
     def _jobs_of(self, request_ids: frozenset[str]) -> set[int]:
         return {job_id for job_id, request_id in self._request_ids.items() if request_id in request_ids}
-
-
-class _JobThread(Generic[J]):
-    """One daemon thread that works off a queue. The queue is bounded by the engine: one load and a few saves a request."""
-
-    def __init__(self, name: str, work: Callable[[J], None]) -> None:
-        self._queue: queue.SimpleQueue[J | None] = queue.SimpleQueue()
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def put(self, job: J) -> None:
-        self._queue.put(job)
-
-    def close(self) -> None:
-        """Finish the job at hand and those queued before, waiting at most a deadline. Safe to call twice."""
-        self._queue.put(None)
-        if self._thread.is_alive():
-            self._thread.join(_STOP_DEADLINE_S)
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._work(job)

@@ -1,6 +1,7 @@
 """The sidecar's arena as a client process sees it."""
 
 import ctypes
+import enum
 import logging
 import mmap
 import os
@@ -15,6 +16,21 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14
 _POPULATE_STEP_BYTES = 8 << 20  # mmap_lock is held for one step; some 2 ms
 _FAULTED_POLL_S = 0.1
 _STOP_DEADLINE_S = 1.0
+
+
+class Arrival(enum.Enum):
+    """What a slot's entry in the generation table says of a leased block (transport/WIRE.md, section 5)."""
+
+    THERE = enum.auto()  # copy it, and look once more afterwards
+    ON_ITS_WAY = enum.auto()  # look again later, within a deadline, and while the sidecar lives
+    LOST = enum.auto()  # it will not come, or the lease is over
+
+
+def arrival_of(entry: int, generation: int) -> Arrival:
+    """Of a block that was granted with `generation`."""
+    if entry == generation:
+        return Arrival.THERE
+    return Arrival.ON_ITS_WAY if entry == generation - 1 else Arrival.LOST
 
 
 class ClientArena:

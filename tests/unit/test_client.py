@@ -1,6 +1,7 @@
 """The client against sidecars that are slow, gone, or talk nonsense; a scripted one in a thread stands in for them."""
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -297,6 +298,55 @@ def test_calls_of_many_threads_do_not_mix(sidecar: ScriptedSidecar, tmp_path: Pa
             thread.join(10)
 
     assert wrong == []
+
+
+def test_the_end_of_the_sidecar_is_seen_without_a_call_and_behind_unread_bytes(
+    sidecar: ScriptedSidecar, client: Client
+) -> None:
+    assert not client.alive
+    client.connect()
+    assert client.alive
+
+    sidecar.script = lambda _: encode_frame(Verb.ACQUIRE, Kind.EVENT, 0, b"news")
+    client._socket.sendall(encode_frame(Verb.MATCH, Kind.REQUEST, 7, b""))
+    wait_until(lambda: select.select([client._socket], [], [], 0)[0])
+    assert client.alive
+    sidecar.script = lambda _: None
+    client._socket.sendall(encode_frame(Verb.MATCH, Kind.REQUEST, 8, b""))
+
+    wait_until(lambda: not client.alive)
+    client.close()
+    assert not client.alive
+
+
+def test_alive_waits_for_no_call_under_way(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer_late(frame: Frame) -> bytes:
+        asked.set()
+        assert go_on.wait(5)
+        return answer(frame)
+
+    sidecar.script = then(answer_late)
+    found: list[int] = []
+    with Client(str(tmp_path / "s"), instance=bytes(16), role=pb.BOTH, want_arena=False, call_deadline_s=5) as client:
+        call = threading.Thread(target=lambda: found.append(client.match(bytes(16), []).num_blocks))
+        call.start()
+        assert asked.wait(5)
+
+        alive = client.alive
+        assert not found
+
+        go_on.set()
+        call.join(5)
+    assert (alive, found) == (True, [3]), "and it took no byte of the answer"
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    until_s = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(

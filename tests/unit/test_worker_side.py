@@ -1,14 +1,16 @@
-"""The worker side: bytes go between pages and arena as the jobs say, every job is reported once, and a page or slot that is
-not, or no longer, ours is left alone."""
+"""The worker side: bytes go between pages and arena as the jobs say, every job is reported once, a page or slot that is not,
+or no longer, ours is left alone, and a block that is still being read is waited for, at nobody else's cost."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from in_process_sidecar import SEGMENT_BYTES, InProcessClient, InProcessSidecar
 
+from kvstore.core.clock import ManualClock
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector import worker_side
 from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, SaveJob, WorkerOutput
@@ -19,6 +21,7 @@ SPEC = KVSpec(weights="w", num_layers=1, num_kv_heads=1, head_dim=64, dtype="flo
 NBYTES = SPEC.block_nbytes
 NUM_PAGES = 8
 WAIT_S = 10.0
+DEADLINE_S = 1000.0  # of a job, on the manual clock
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Pages:
     broken: frozenset[int] = frozenset()
     gate: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
+    copied_in: list[int] = field(default_factory=list)
+    clock: ManualClock = field(default_factory=ManualClock)  # a copy takes a second of it
 
     num_pages: int = NUM_PAGES
     page_nbytes: int = NBYTES
@@ -37,6 +42,7 @@ class Pages:
     def copy_in(self, block_id: int, block: np.ndarray) -> None:
         self._before(block_id)
         np.copyto(self.memory[block_id], block)
+        self.copied_in.append(block_id)
 
     def copy_out(self, block_id: int, block: np.ndarray) -> None:
         self._before(block_id)
@@ -48,6 +54,22 @@ class Pages:
         if block_id in self.gated:
             self.reached.set()
             assert self.gate.wait(WAIT_S)
+        self.clock.advance(1.0)
+
+
+class Client(InProcessClient):
+    """Its sidecar dies, and lets itself be connected to, when a test says so."""
+
+    alive = True
+
+    def __init__(self, sidecar: InProcessSidecar) -> None:
+        super().__init__(sidecar, SPEC)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def connect(self) -> None:
+        assert self.gate.wait(WAIT_S)
+        super().connect()
 
 
 class Worker:
@@ -55,11 +77,11 @@ class Worker:
 
     def __init__(self, pages: Pages) -> None:
         self.sidecar = InProcessSidecar(num_segments=1)
-        self.client = InProcessClient(self.sidecar, SPEC)
+        self.client = Client(self.sidecar)
         self.session = StoreSession(self.client)
         self.session.start()
         self.pages = pages
-        self.side = StoreWorkerSide(self.session)
+        self.side = StoreWorkerSide(self.session, clock=pages.clock)
         self.side.register_pages(pages)
 
     @property
@@ -79,8 +101,26 @@ class Worker:
     def reuse(self, slot: int) -> None:
         self.sidecar.arena.generations[slot * NBYTES // 4096] += 1
 
-    def load(self, *, lost: tuple[int, ...] = (), deadline_s: float = WAIT_S, **slots: int) -> None:
-        job = LoadJob("r", 1, self.boot_id, self.moves(**slots), deadline_s, lost)
+    def arrive(self, slot: int) -> None:
+        """The block that a load waits for is there, as the sidecar says it."""
+        self.reuse(slot)
+
+    def load(
+        self,
+        *,
+        request_id: str = "r",
+        lost: tuple[int, ...] = (),
+        coming: tuple[int, ...] = (),
+        deadline_s: float = DEADLINE_S,
+        boot_id: bytes = b"",
+        **slots: int,
+    ) -> None:
+        """The blocks in the slots `coming` are still on their way."""
+        moves = tuple(
+            move._replace(generation=move.generation + (slot in coming))
+            for move, slot in zip(self.moves(**slots), slots.values(), strict=True)
+        )
+        job = LoadJob(request_id, 1, boot_id or self.boot_id, moves, deadline_s, lost)
         self.side.start_load(ConnectorMetadata(loads=(job,)))
 
     def save(self, *, job_id: int = 1, request_id: str = "r", **slots: int) -> None:
@@ -121,7 +161,7 @@ def test_a_load_copies_slots_into_pages_and_nothing_else(worker: Worker, pages: 
     assert output.finished_loading == {"r"}
     assert output.failed_block_ids == frozenset()
     assert output.load_bytes == 2 * NBYTES
-    assert output.load_seconds > 0
+    assert output.load_seconds == 2.0
     assert [set(page.tolist()) for page in pages.memory[:4]] == [{103}, {9}, {105}, {9}]
 
 
@@ -152,7 +192,7 @@ def test_a_load_stops_at_the_first_slot_that_was_reused(worker: Worker, pages: P
     moves = worker.moves(p0=0, p1=1, p2=2)
     worker.reuse(stale)
 
-    worker.side.start_load(ConnectorMetadata(loads=(LoadJob("r", 1, worker.boot_id, moves, WAIT_S),)))
+    worker.side.start_load(ConnectorMetadata(loads=(LoadJob("r", 1, worker.boot_id, moves, DEADLINE_S),)))
 
     output = worker.output()
     assert output.finished_loading == {"r"}
@@ -197,7 +237,7 @@ def test_a_load_past_its_deadline_gives_up(worker: Worker) -> None:
 
 def test_jobs_of_another_boot_touch_nothing(worker: Worker, pages: Pages) -> None:
     pages.memory[:] = 7
-    load = LoadJob("r", 1, worker.boot_id, worker.moves(p0=0), WAIT_S)
+    load = LoadJob("r", 1, worker.boot_id, worker.moves(p0=0), DEADLINE_S)
     save = SaveJob(1, "s", worker.boot_id, worker.moves(p1=1))
     worker.sidecar.restart()
     worker.client.connect()
@@ -265,6 +305,183 @@ def test_each_job_is_reported_once(worker: Worker) -> None:
         reported += [job_id for job_id, _ in worker.output().finished_saving]
     assert reported == [0, 1, 2, 3, 4]
     assert worker.side.get_output() == WorkerOutput()
+
+
+# --- blocks on their way ---------------------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_a_block_is_copied_as_soon_as_it_is_there_and_not_before(worker: Worker, pages: Pages) -> None:
+    """While the third is still read from the drive, the first two are in their pages."""
+    pages.memory[:] = 9
+    worker.load(p0=0, p1=1, p2=2, coming=(1, 2))
+    wait_until(lambda: pages.copied_in == [0])
+
+    worker.slot(1)[:] = 101
+    worker.arrive(1)
+    wait_until(lambda: pages.copied_in == [0, 1])
+    assert worker.side.get_output() == WorkerOutput()
+    worker.slot(2)[:] = 102
+    worker.arrive(2)
+
+    output = worker.output()
+    assert (output.finished_loading, output.failed_block_ids) == ({"r"}, frozenset())
+    assert output.load_bytes == 3 * NBYTES
+    assert [set(page.tolist()) for page in pages.memory[:4]] == [{0}, {101}, {102}, {9}]
+
+
+def test_blocks_that_arrive_out_of_order_are_copied_in_prefix_order(worker: Worker, pages: Pages) -> None:
+    worker.load(p0=0, p1=1, p2=2, coming=(0, 1, 2))
+
+    for slot in (2, 1, 0):
+        worker.arrive(slot)
+
+    assert worker.output().failed_block_ids == frozenset()
+    assert pages.copied_in == [0, 1, 2]
+
+
+def test_a_load_that_waits_holds_up_no_other(worker: Worker, pages: Pages) -> None:
+    worker.load(request_id="waits", p0=0, p1=1, coming=(1,))
+    worker.load(request_id="waits too", p2=2, coming=(2,))
+    worker.load(request_id="ready", p3=3, p4=4)
+
+    assert worker.output().finished_loading == {"ready"}
+    worker.arrive(2)
+    assert worker.output().finished_loading == {"waits too"}
+    worker.arrive(1)
+    assert worker.output().finished_loading == {"waits"}
+
+
+def test_the_time_a_load_waits_is_not_counted_as_copying(worker: Worker, pages: Pages) -> None:
+    worker.load(p0=0, p1=1, coming=(1,))
+    wait_until(lambda: pages.copied_in == [0])
+    pages.clock.advance(DEADLINE_S / 2)
+    worker.arrive(1)
+
+    assert worker.output().load_seconds == 2.0
+
+
+@pytest.mark.parametrize("entry", [-2, 1, 7])
+def test_a_block_that_will_not_come_fails_the_load_from_there_on(worker: Worker, pages: Pages, entry: int) -> None:
+    """A bad sector, a dropped namespace: the entry is neither the grant's nor the one before."""
+    worker.reuse(1)
+    worker.load(p0=0, p1=1, p2=2, coming=(1,))
+    wait_until(lambda: pages.copied_in == [0])
+
+    worker.sidecar.arena.generations[NBYTES // 4096] = worker.generation(1) + 1 + entry
+
+    output = worker.output()
+    assert output.failed_block_ids == {1, 2}
+    assert output.load_bytes == NBYTES
+
+
+def test_a_load_gives_up_at_its_deadline_what_has_not_arrived(worker: Worker, pages: Pages) -> None:
+    worker.load(p0=0, p1=1, deadline_s=10.0, coming=(1,))
+    worker.load(request_id="patient", p2=2, coming=(2,))
+    wait_until(lambda: pages.copied_in == [0])
+
+    pages.clock.advance(10.0)
+
+    output = worker.output()
+    assert (output.finished_loading, output.failed_block_ids) == ({"r"}, {1})
+    worker.arrive(2)
+    assert worker.output().failed_block_ids == frozenset()
+
+
+def test_the_end_of_the_sidecar_ends_the_wait_and_spares_what_is_there(worker: Worker, pages: Pages) -> None:
+    """A dead sidecar leaves the entries as they are; the deadline is not waited for."""
+    worker.load(request_id="waits", p0=0, p1=1, coming=(1,))
+    wait_until(lambda: pages.copied_in == [0])
+
+    worker.client.alive = False
+
+    assert worker.output().failed_block_ids == {1}
+    worker.load(request_id="is there", p2=2, p3=3)
+    assert worker.output() == WorkerOutput(
+        finished_loading=frozenset({"is there"}), load_seconds=2.0, load_bytes=2 * NBYTES
+    )
+
+
+def test_a_sidecar_that_came_back_brings_nothing_the_one_before_had_promised(worker: Worker, pages: Pages) -> None:
+    worker.load(p0=0, p1=1, coming=(1,))
+    wait_until(lambda: pages.copied_in == [0])
+
+    worker.sidecar.restart()
+    worker.client.connect()
+
+    assert worker.output().failed_block_ids == {1}
+
+
+def test_a_load_waits_until_its_new_sidecars_arena_is_mapped(worker: Worker) -> None:
+    """The first step after a restart tells a worker with a session of its own of the sidecar, and of a load from it."""
+    worker.sidecar.restart()
+    worker.client.gate.clear()
+    worker.side.handle_preemptions(ConnectorMetadata(boot_id=worker.boot_id))
+    worker.load(p0=0)
+    worker.load(request_id="another boot's", p1=1, boot_id=b"nobody")
+    assert worker.output().finished_loading == {"another boot's"}
+
+    worker.client.gate.set()
+
+    assert worker.output() == WorkerOutput(finished_loading=frozenset({"r"}), load_seconds=1.0, load_bytes=NBYTES)
+
+
+def test_a_load_does_not_wait_for_a_sidecar_that_cannot_be_reached(worker: Worker) -> None:
+    worker.sidecar.restart()
+    worker.sidecar.away = True
+    worker.side.handle_preemptions(ConnectorMetadata(boot_id=worker.boot_id))
+
+    worker.load(p0=0)
+
+    assert worker.output().failed_block_ids == {0}
+
+
+def test_an_error_in_one_load_does_not_end_another_that_waits(
+    worker: Worker, pages: Pages, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages.broken = frozenset({1})
+    worker.load(request_id="waits", p0=0, coming=(0,))
+    worker.load(request_id="breaks", p1=1)
+    assert worker.output().failed_block_ids == {1}
+    assert "load failed request_id=breaks" in caplog.text
+
+    worker.arrive(0)
+
+    assert worker.output() == WorkerOutput(finished_loading=frozenset({"waits"}), load_seconds=1.0, load_bytes=NBYTES)
+
+
+def test_a_save_needs_its_slot_to_be_there(worker: Worker, pages: Pages) -> None:
+    """One generation before its own the slot is another's."""
+    pages.memory[:] = 7
+    (move,) = worker.moves(p0=0)
+
+    job = SaveJob(1, "r", worker.boot_id, (move._replace(generation=move.generation + 1),))
+    worker.side.start_save(ConnectorMetadata(saves=(job,)))
+
+    assert worker.output().finished_saving == ((1, (False,)),)
+    assert not worker.slot(0).any()
+
+
+def test_close_copies_what_is_there_and_gives_up_what_is_not(worker: Worker, pages: Pages) -> None:
+    worker.load(request_id="waits", p0=0, p1=1, coming=(1,))
+    worker.load(request_id="is there", p2=2)
+    started_s = time.monotonic()
+
+    worker.side.close()
+
+    assert time.monotonic() - started_s < worker_side._STOP_DEADLINE_S
+    assert sorted(pages.copied_in) == [0, 2]
+    output = worker.side.get_output()
+    assert (output.finished_loading, output.failed_block_ids) == ({"waits", "is there"}, {1})
+
+
+# --- preemption, close -------------------------------------------------------------------------------------------------------
 
 
 def test_preemption_waits_for_the_saves_of_its_requests(worker: Worker, pages: Pages) -> None:
