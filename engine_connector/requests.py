@@ -14,9 +14,20 @@ R2 Every lease taken for a request is in `load` or in one save job, and leaves i
 R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
 R4 A request whose load failed in any block is not matched again.
 R5 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
+R6 Blocks on a slower tier are prefetched for a request that waits, once: when it is asked about a second time without having
+   got pages since the first. Asked about once it may load in the same step, and then Acquire brings them.
 """
 
+import enum
 from dataclasses import dataclass, field
+
+
+class Prefetch(enum.Enum):
+    """Whether a waiting request's blocks were asked for (R6). Begins anew when it gets pages, and with another boot."""
+
+    NOT_DUE = enum.auto()
+    DUE = enum.auto()  # matched on a slower tier; when it is asked about again
+    SENT = enum.auto()
 
 
 @dataclass(slots=True)
@@ -42,7 +53,7 @@ class PendingSave:
 
 @dataclass(slots=True)
 class RequestState:
-    """One live request. `boot_id` names the sidecar that `num_saved_blocks` is true for."""
+    """One live request. `boot_id` names the sidecar that `num_saved_blocks` and `prefetch` are true for."""
 
     matched_from_block: int = 0  # blocks on the engine when match was last asked
     load: PendingLoad | None = None
@@ -50,6 +61,7 @@ class RequestState:
     save_job_ids: set[int] = field(default_factory=set)
     num_saved_blocks: int = 0
     num_offered_blocks: int = 0  # blocks that were full when reserve was last asked
+    prefetch: Prefetch = Prefetch.NOT_DUE
     boot_id: bytes = b""
     finished: bool = False
 
@@ -59,7 +71,8 @@ class RequestState:
         return self.load is not None or bool(self.save_job_ids)
 
     def follow_boot(self, boot_id: bytes) -> None:
-        """The sidecar of another boot has nothing of what was saved: offer it all again."""
+        """The sidecar of another boot has nothing in memory, and may have nothing at all: offer it all again."""
         if self.boot_id != boot_id:
             self.boot_id = boot_id
             self.num_saved_blocks = self.num_offered_blocks = 0
+            self.prefetch = Prefetch.NOT_DUE

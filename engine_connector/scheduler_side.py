@@ -23,8 +23,8 @@ from kvstore.engine_connector.protocol import (
     ScheduledRequest,
     WorkerOutput,
 )
-from kvstore.engine_connector.requests import PendingLoad, PendingSave, RequestState
-from kvstore.engine_connector.session import StoreSession
+from kvstore.engine_connector.requests import PendingLoad, PendingSave, Prefetch, RequestState
+from kvstore.engine_connector.session import Link, StoreSession
 from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED
 
 logger = logging.getLogger(__name__)
@@ -55,19 +55,26 @@ class StoreSchedulerSide:
         self._renewed_link = session.link
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """See protocol.SchedulerSide. One Match of all keys but the last token's block."""
-        state = self._state(request)
+        """See protocol.SchedulerSide. One Match of all keys but the last token's block, and one Prefetch if the request
+        waits and its blocks lie on a slower tier."""
+        state, link = self._state(request), self._session.link
         first = num_computed_tokens // self._block_tokens
         keys = self._loadable_keys(request)
         state.matched_from_block = first
-        if state.load_failed or len(keys) <= first:
+        if link is None or state.load_failed or len(keys) <= first:
             return 0
-        match = self._session.ask(self._session.link, lambda client, link: client.match(link.namespace, keys))
-        return 0 if match is None else max(0, match.num_blocks - first) * self._block_tokens
+        state.follow_boot(link.boot_id)
+        match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys))
+        if match is None or match.num_blocks <= first:
+            return 0
+        if any(match.tiers[first:]):
+            self._prefetch_if_waiting(state, link, keys[: match.num_blocks])
+        return (match.num_blocks - first) * self._block_tokens
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """See protocol.SchedulerSide. One Acquire."""
         state = self._state(request)
+        state.prefetch = Prefetch.NOT_DUE
         assert state.load is None, "R1: one load at a time"
         if num_external_tokens == 0:
             return
@@ -204,6 +211,13 @@ class StoreSchedulerSide:
     def _loadable_keys(self, request: Request) -> list[bytes]:
         """All full blocks but one that holds the last token, which must be computed for its logits."""
         return list(request.block_hashes[: (request.num_tokens - 1) // self._block_tokens])
+
+    def _prefetch_if_waiting(self, state: RequestState, link: Link, keys: list[bytes]) -> None:
+        """R6."""
+        if state.prefetch is Prefetch.DUE:
+            first = state.matched_from_block
+            self._session.ask(link, lambda client, link: client.prefetch(link.namespace, keys, first_needed=first))
+        state.prefetch = Prefetch.DUE if state.prefetch is Prefetch.NOT_DUE else Prefetch.SENT
 
     def _finish_load(self, request_id: str, failed_block_ids: frozenset[int]) -> None:
         state = self._requests[request_id]

@@ -158,15 +158,14 @@ class StoreWorkerSide:
         return num_copied
 
     def _copy_load(self, load: _Load, live_boot_id: bytes) -> Arrival:
-        started_s, num_before = self._clock.now_s(), load.num_loaded
+        started_s = self._clock.now_s()
         try:
             arrival = self._copy_in(load, live_boot_id)
         except Exception:  # outermost frame of the job: whatever it was, the load must be reported
             logger.exception("load failed request_id=%s", load.job.request_id)
             load.num_loaded = 0
             return Arrival.LOST
-        if load.num_loaded > num_before:
-            load.copying_s += self._clock.now_s() - started_s
+        load.copying_s += self._clock.now_s() - started_s
         return arrival
 
     def _copy_in(self, load: _Load, live_boot_id: bytes) -> Arrival:

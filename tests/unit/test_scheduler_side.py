@@ -1,14 +1,17 @@
 """The scheduler side against the real store: what it matches, leases, reserves and commits, and what it does when the
-store is away, forgets, or answers into the void. R1 to R5 are those of engine_connector/requests.py."""
+store is away, forgets, or answers into the void. R1 to R6 are those of engine_connector/requests.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from in_process_sidecar import SEGMENT_BYTES, InProcessClient, InProcessSidecar
 
+from kvstore.client import Prefetched
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S
+from kvstore.core.plans import TIERS, Match
 from kvstore.engine_connector.protocol import ConnectorMetadata, LoadJob, SaveJob, ScheduledRequest, WorkerOutput
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
@@ -41,12 +44,41 @@ class Request:
         return self.num_prompt_tokens + self.num_generated
 
 
+class Wish(NamedTuple):
+    """A Prefetch as it was asked for."""
+
+    keys: list[bytes]
+    first_needed: int
+
+
+class Client(InProcessClient):
+    """The blocks of `on_drive` lie on a drive, says the store."""
+
+    def __init__(self, sidecar: InProcessSidecar, instance: bytes) -> None:
+        super().__init__(sidecar, SPEC, instance=instance)
+        self.on_drive: set[bytes] = set()
+        self.wishes: list[Wish] = []
+
+    def match(self, namespace: bytes, keys: list[bytes]) -> Match:
+        match = super().match(namespace, keys)
+        tiers = [TIERS.index("nvme" if key in self.on_drive else "pinned") for key in keys[: match.num_blocks]]
+        return match._replace(tiers=bytes(tiers))
+
+    def prefetch(self, namespace: bytes, keys: list[bytes], *, first_needed: int = 0) -> Prefetched:
+        return self._call("prefetch", lambda _store, _now_s: self._prefetch(namespace, keys, first_needed))
+
+    def _prefetch(self, namespace: bytes, keys: list[bytes], first_needed: int) -> Prefetched:
+        assert namespace == SPEC.namespace()
+        self.wishes.append(Wish(keys, first_needed))
+        return Prefetched(len(keys), len(self.on_drive.intersection(keys)))
+
+
 class Side:
     """A scheduler side of one engine, with what its engine and worker would do."""
 
     def __init__(self, sidecar: InProcessSidecar, name: bytes) -> None:
         self.sidecar = sidecar
-        self.client = InProcessClient(sidecar, SPEC, instance=name.ljust(16))
+        self.client = Client(sidecar, name.ljust(16))
         self.session = StoreSession(self.client)
         self.reconnect()
         self.side = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=sidecar.clock)
@@ -288,6 +320,107 @@ def test_after_a_failed_load_the_recomputed_blocks_are_offered_and_found_held(a:
     b.report_loaded(b.load(request, 3), failed=2)
 
     assert b.fill(request, 1, 3) == ()
+
+
+# --- blocks on a slower tier -----------------------------------------------------------------------------------------
+
+
+def test_a_request_that_still_waits_has_its_blocks_brought_nearer_once(a: Side, b: Side) -> None:
+    """R6. Asked about once, it may load in the same step, and then Acquire brings them; asked again, it has no pages yet."""
+    request = Request("r", 5)
+    a.store(Request("shorter", 4))
+    b.client.on_drive = set(request.block_hashes[2:])
+    assert b.match(request) == 4
+    assert b.client.wishes == []
+
+    for _ in range(3):
+        assert b.match(request) == 4
+
+    assert b.client.wishes == [Wish(request.block_hashes[:4], 0)]
+    b.report_loaded(b.load(request, 4))
+
+
+def test_only_blocks_that_the_engine_lacks_are_brought_nearer(a: Side, b: Side) -> None:
+    request = Request("r", 4)
+    a.store(request)
+    b.client.on_drive = {request.block_hashes[0]}
+    for _ in range(3):
+        assert b.match(request, num_computed=1) == 3
+    assert b.client.wishes == []
+
+    b.client.on_drive = {request.block_hashes[3]}
+    for _ in range(3):
+        assert b.match(request, num_computed=1) == 3
+
+    assert b.client.wishes == [Wish(request.block_hashes[:4], 1)]
+
+
+def test_blocks_in_memory_are_not_asked_for(a: Side, b: Side) -> None:
+    request = Request("r", 4)
+    a.store(request)
+
+    for _ in range(3):
+        b.match(request)
+
+    assert b.client.wishes == []
+
+
+def test_a_request_that_got_its_pages_is_prefetched_again_only_when_it_waits_again(a: Side, b: Side) -> None:
+    request = Request("r", 4)
+    a.store(request)
+    b.client.on_drive = set(request.block_hashes)
+    b.match(request)
+    b.report_loaded(b.load(request, 4))
+
+    b.match(request)
+    b.side.update_state_after_alloc(request, pages(request), 0)
+    b.match(request)
+    assert b.client.wishes == [], "it was asked about three times, and never waited"
+
+    b.match(request)
+    assert len(b.client.wishes) == 1
+
+
+def test_the_sidecar_of_another_boot_is_asked_again(a: Side, b: Side, sidecar: InProcessSidecar) -> None:
+    """It has the blocks on its drives only."""
+    request = Request("r", 3)
+    a.store(request)
+    b.client.on_drive = set(request.block_hashes)
+    for _ in range(3):
+        b.match(request)
+    sidecar.restart()
+    assert b.match(request) == 0
+    for side in (a, b):
+        side.reconnect()
+    a.store(Request("again", 3))
+
+    for _ in range(3):
+        assert b.match(request) == 3
+
+    assert b.client.wishes == [Wish(request.block_hashes, 0)] * 2
+
+
+def test_a_prefetch_whose_answer_got_lost_is_not_repeated_and_takes_nothing_from_the_match(
+    a: Side, b: Side, sidecar: InProcessSidecar
+) -> None:
+    request = Request("r", 3)
+    a.store(request)
+    b.client.on_drive = set(request.block_hashes)
+    b.match(request)
+    prefetch = b.client.prefetch
+
+    def lose_reply(*args: object, **kwargs: object) -> Prefetched:
+        sidecar.lose_next_reply = True
+        return prefetch(*args, **kwargs)
+
+    b.client.prefetch = lose_reply
+    assert b.match(request) == 3
+    assert b.session.link is None
+    b.reconnect()
+
+    assert b.match(request) == 3
+
+    assert len(b.client.wishes) == 1
 
 
 # --- requests that end early ----------------------------------------------------------------------------------------
