@@ -188,9 +188,8 @@ class StoreWorkerSide:
         """Whether the next block is there; and whether it is worth waiting for."""
         job = load.job
         if load.arena is None:
-            connecting = self._session.awaits(
-                job.boot_id
-            )  # before the look: if it has ended, the look is the last word
+            # Before the look: if connecting has ended, the look is the last word.
+            connecting = self._session.awaits(job.boot_id)
             load.arena = self._session.arena(job.boot_id)
             if load.arena is None:
                 return Arrival.ON_ITS_WAY if connecting else Arrival.LOST
