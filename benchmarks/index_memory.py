@@ -19,7 +19,7 @@ from kvstore.core.blocks import Holder
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import SEGMENT_BYTES, SLOT_ALIGN_BYTES
 from kvstore.store import Store
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 QUESTION = "Resident memory of the index, for each block"
 GOAL_BYTES = 300
@@ -56,7 +56,7 @@ def measure(num_blocks: int, sequence_blocks: int) -> int:
     slots_per_segment = SEGMENT_BYTES // SPEC.block_nbytes
     num_segments = -(-num_blocks // slots_per_segment)
     generations = np.ones(num_segments * SEGMENT_BYTES // SLOT_ALIGN_BYTES, np.uint64)
-    slots = SegmentedSlots(num_segments * SEGMENT_BYTES, generations=generations)
+    slots = SegmentedSlots(num_segments * SEGMENT_BYTES, generations=SharedGenerations(generations))
     slots.add_segments(num_segments)
     store = Store(pinned=slots)
     namespace = store.open_namespace(SPEC, "").namespace

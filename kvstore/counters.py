@@ -1,5 +1,7 @@
 """What Store counts since start, with the sentence that metrics show."""
 
+from kvstore.core.moves import MoveProblem
+
 COUNTERS = {
     "hit_blocks_total": "Blocks asked for by match and found.",
     "miss_blocks_total": "Blocks asked for by match and not found.",
@@ -14,6 +16,15 @@ COUNTERS = {
     "declined_blocks_no_space_total": "Blocks declined because everything else is in use.",
     "declined_blocks_orphan_total": "Blocks declined because their parent is not held.",
     "declined_blocks_leaving_total": "Blocks declined because a dropped copy of them is still being used.",
+    "promoted_blocks_total": "Blocks read from a drive into RAM.",
+    "demoted_blocks_total": "Blocks written to a drive.",
+    "restored_blocks_total": "Blocks found on the drives at start.",
+    "nvme_evicted_blocks_total": "Blocks given up on the drives to make room there.",
+    "lost_blocks_total": "Blocks given up in RAM that no drive had.",
+    "skipped_writes_backlog_total": "Blocks not written because too many waited.",
+    "skipped_writes_no_space_total": "Blocks not written because everything on the drives is in use.",
+    **{f"failed_reads_{problem}_total": f"Reads from a drive that failed: {problem}." for problem in MoveProblem},
+    **{f"failed_writes_{problem}_total": f"Writes to a drive that failed: {problem}." for problem in MoveProblem},
     "granted_leases_total": "Leases granted.",
     "expired_leases_total": "Leases that expired, by time or with their connection.",
     "refused_leases_total": "Leases refused: too many, or too much in limbo.",

@@ -4,14 +4,21 @@ import heapq
 from typing import Protocol
 
 from kvstore.index import BlockIndex
-from kvstore.placements import PlacementTable
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
+class Candidates(Protocol):
+    """Which rows may go; PlacementTable is one."""
+
+    def is_evictable(self, row: int) -> bool:
+        """Whether the row may go now."""
+        ...
+
+
 class EvictionPolicy(Protocol):
-    """The order in which a tier's evictable rows (PlacementTable.is_evictable) are given up."""
+    """The order in which rows that are evictable (see Candidates) are given up."""
 
     def offer(self, row: int) -> None:
         """`row` may have become evictable. Offering one that has not, or that is known already, does nothing."""
@@ -36,15 +43,15 @@ class LeafLru:
     entries than there are rows.
     """
 
-    def __init__(self, index: BlockIndex, table: PlacementTable) -> None:
+    def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
         self._index = index
-        self._table = table
+        self._candidates = candidates
         self._heap: list[int] = []
         self._queued = bytearray()
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
-        if not self._table.is_evictable(row):
+        if not self._candidates.is_evictable(row):
             return
         if row >= len(self._queued):
             self._queued.extend(bytes(self._index.capacity - len(self._queued)))
@@ -59,7 +66,7 @@ class LeafLru:
             entry = heap[0]
             row = entry & _ROW_MASK
             current = self._index.last_use_at[row] << _ROW_BITS | row
-            if not self._table.is_evictable(row):
+            if not self._candidates.is_evictable(row):
                 heapq.heappop(heap)
                 self._queued[row] = 0
             elif entry != current:
@@ -76,5 +83,5 @@ class LeafLru:
         assert len(entries) == len(self._heap)
         assert entries.keys() == {row for row, queued in enumerate(self._queued) if queued}
         for row in range(self._index.num_rows):
-            if self._table.is_evictable(row):
+            if self._candidates.is_evictable(row):
                 assert entries[row] <= self._index.last_use_at[row]

@@ -54,7 +54,7 @@ class BlockIndex:
     as a memoryview (`..._at`) for single rows, which reads twice as fast as numpy's scalars.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_sequence: int = 0) -> None:
         self.namespaces: list[Namespace] = []  # by number; a closed one stays until its number is given to another
         self.keys: list[bytes] = []  # by row; b"" in a free row
         self.num_rows = 0
@@ -62,7 +62,7 @@ class BlockIndex:
         self._free_numbers: list[int] = []
         self._alike: dict[tuple[object, ...], dict[bytes, Namespace]] = {}  # by likeness, then by id
         self._free_rows: list[int] = []
-        self._sequence = 0
+        self._sequence = first_sequence
         self._capacity = 0
         self.parent = np.empty(0, np.int32)
         self.namespace = np.empty(0, np.uint16)
@@ -81,6 +81,11 @@ class BlockIndex:
     def num_blocks(self) -> int:
         """Rows in use, ghosts among them."""
         return self.num_rows - len(self._free_rows)
+
+    @property
+    def sequence(self) -> int:
+        """The logical time: of the last use of any row."""
+        return self._sequence
 
     @property
     def num_namespaces(self) -> int:
@@ -156,11 +161,26 @@ class BlockIndex:
         self.keys.extend([b""] * (self.num_rows - first))
         return np.array([*reused, *range(first, self.num_rows)], np.int64)
 
+    def free_new_rows(self, rows: Sequence[int]) -> None:
+        """Give back rows of `new_rows` that were not added."""
+        self._free_rows.extend(rows)
+
     def touch(self, rows: Rows) -> None:
         """Mark as just used, tail to head."""
         last = self._sequence + len(rows)
         self.last_use[rows] = np.arange(last, self._sequence, -1)
         self._sequence = last
+
+    def restore_use(self, rows: Rows, last_use: NDArray[np.int64], hits: NDArray[np.uint32]) -> None:
+        """Recency and hits from before a restart, where they are newer than what is known."""
+        self.last_use[rows] = np.maximum(self.last_use[rows], last_use)
+        self.hits[rows] = np.maximum(self.hits[rows], hits)
+        if len(rows):
+            self._sequence = max(self._sequence, int(last_use.max()))
+
+    def used_since(self, sequence: int) -> Rows:
+        """Rows touched after the logical time `sequence` (see `sequence`)."""
+        return np.flatnonzero(self.last_use[: self.num_rows] > sequence)
 
     def forget(self, row: int) -> None:
         """Remove a row that is neither placed nor a parent, and the ghosts that only it kept. Others stay, free rows too."""
@@ -172,7 +192,25 @@ class BlockIndex:
                 self.num_children_at[parent] -= 1
             row = parent
 
-    def forget_subtrees(self, rows: Rows) -> None:
+    def forget_dead(self, rows: Rows) -> None:
+        """Remove those of `rows`, which have every descendant of their members, at or below which nothing is placed; and the
+        ghosts above that only they kept. Fast for a million rows."""
+        survives = np.zeros(self._capacity, np.bool_)
+        for placed in rows[self.num_placed[rows] > 0].tolist():
+            row = placed
+            while row != NO_PARENT and not survives[row]:
+                survives[row] = True
+                row = self.parent_at[row]
+        dead = rows[~survives[rows]]
+        inside = np.zeros(self._capacity, np.bool_)
+        inside[dead] = True
+        parents = self.parent[dead]
+        outer = parents[(parents != NO_PARENT) & ~inside[parents]].tolist()
+        self._forget_subtrees(dead)
+        for row in outer:
+            self.forget(row)
+
+    def _forget_subtrees(self, rows: Rows) -> None:
         """Remove rows of one namespace that are not placed and whose children are all among them."""
         assert not self.num_placed[rows].any()
         parents = self.parent[rows]
@@ -256,7 +294,9 @@ class BlockIndex:
 
 
 def grown(column: NDArray[_T], capacity: int) -> NDArray[_T]:
-    """A longer copy of a column, zero beyond the old end."""
+    """A longer copy of a column, zero beyond the old end. A column without a value takes no memory: the kernel lends it a
+    page when it is written to."""
     longer = np.zeros(capacity, column.dtype)
-    longer[: len(column)] = column
+    if column.any():
+        longer[: len(column)] = column
     return longer

@@ -1,183 +1,229 @@
-"""The blocks of the pinned tier: index, placements, slots and eviction order, changed together."""
+"""The blocks of one tier: placements, slots and eviction order, changed together."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.core.blocks import PlacementState
+from kvstore.core.blocks import PlacementState, SlotArrays
 from kvstore.core.events import BlockRemoved, BlockStored, Event, RemovalReason
 from kvstore.core.limits import EVICTION_SLICE_BLOCKS
-from kvstore.core.plans import TIERS
 from kvstore.core.ports import SlotSpace
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows
-from kvstore.placements import LEAVING, READY, WRITING, PlacementTable
+from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
+
+
+class Evicted(NamedTuple):
+    """What make_room gave up. `num_lost` of the blocks are in no slower tier."""
+
+    num_blocks: int
+    num_lost: int
 
 
 class Inventory:
-    """Moves of blocks between their states, with everything that follows from a move: slots, ghosts, events.
+    """Moves of blocks between their states in a tier, with everything that follows from a move: slots, ghosts, events.
 
     Speaks of rows, not of keys or leases. Between calls I1 to I3 hold. Rows of a call belong to one namespace and come
-    in prefix order. Reports a block when it becomes READY and when it can no longer be found.
+    in prefix order. Reports a block when it becomes READY and when it can no longer be found in the tier.
+
+    `upper` is the faster tier that relies on this one (PlacementTable): what happens there may make a block here evictable.
+    `release` is told the rows whose slots nobody needs any more, while their keys are still known; without it they are free
+    at once.
     """
 
     def __init__(
         self,
+        tier: str,
+        index: BlockIndex,
         slots: SlotSpace,
         make_policy: Callable[[BlockIndex, PlacementTable], EvictionPolicy],
         on_event: Callable[[Event], None] | None,
+        *,
+        upper: "Inventory | None" = None,
+        release: Callable[[Rows], None] | None = None,
     ) -> None:
         self.slots = slots
-        self.index = BlockIndex()
-        self.table = PlacementTable(TIERS[0], self.index)
-        self.policy = make_policy(self.index, self.table)
+        self.index = index
+        self.table: PlacementTable = PlacementTable(tier, index, upper=upper.table if upper else None)
+        self.policy = make_policy(index, self.table)
+        self._lower: PlacementTable | None = None
+        self._watchers = [self.policy]
+        self._release = release or self._free
         self._on_event = on_event
+        if upper is not None:
+            upper.rely_on(self.table, self.policy)
 
-    def ready_prefix(self, entry: Namespace, keys: Sequence[bytes]) -> Rows:
-        """Rows of the longest READY prefix (I1)."""
-        rows = self.index.find_prefix(entry, keys)
-        ready = self.table.state[rows] == READY
-        return rows if ready.all() else rows[: int(ready.argmin())]
+    def rely_on(self, lower: PlacementTable, policy: EvictionPolicy) -> None:
+        """There is a slower tier below; what changes here may make blocks evictable there."""
+        self._lower = lower
+        self.tell(policy)
+
+    def tell(self, policy: EvictionPolicy) -> None:
+        """Offer to `policy` too what may have become a candidate of it by a change here."""
+        self._watchers.append(policy)
 
     def num_ready(self, entry: Namespace) -> int:
         """READY blocks of a namespace."""
         return self.table.counts[entry.number][READY]
 
-    def make_room(self, entry: Namespace, count: int, needed: Rows) -> int:
-        """Evict the coldest leaves until `count` more blocks fit or nothing is left to evict; how many were evicted.
+    def make_room(self, entry: Namespace, count: int, needed: Rows) -> Evicted:
+        """Evict the coldest leaves until `count` more blocks fit or nothing is left to evict.
 
         Leaves of other sizes go too when they are the coldest: that does not help at once, but empties a segment in the
         end, so that a model that comes later is not starved by one that is gone. `needed` rows are kept. Rows of
         ghosts may vanish: look keys up again when anything was evicted.
         """
+        num_blocks = num_lost = 0
         self.table.refs[needed] += 1
-        evicted: dict[int, list[bytes]] = {}
         while (missing := count - self.slots.num_free(entry.slot_nbytes)) > 0:
-            if not self._evict_slice(min(missing, EVICTION_SLICE_BLOCKS), entry.slot_nbytes, evicted):
+            evicted = self.evict(min(missing, EVICTION_SLICE_BLOCKS), entry.slot_nbytes)
+            num_blocks += evicted.num_blocks
+            num_lost += evicted.num_lost
+            if not evicted.num_blocks:
                 break
         self.table.refs[needed] -= 1
-        self._offer_leaves(needed)
-        for number, hashes in evicted.items():
-            self._emit_removed(self.index.namespaces[number], tuple(hashes), RemovalReason.EVICTED)
-        return sum(len(hashes) for hashes in evicted.values())
+        self._offer(needed)
+        return Evicted(num_blocks, num_lost)
 
-    def place(
-        self, entry: Namespace, keys: Sequence[bytes], rows: Rows, parent_row: int, wanted: NDArray[np.int64]
-    ) -> Rows:
-        """NONE -> WRITING for `keys[wanted]`; returns the rows of all keys. -1 in `rows` means a key without a row yet."""
-        unknown = np.flatnonzero(rows == NO_PARENT)
-        rows = rows.copy()
-        rows[unknown] = self.index.new_rows(len(unknown))
-        self.table.grow()
-        parents = np.append(parent_row, rows[:-1])
-        self.index.add(entry, [keys[i] for i in unknown.tolist()], parents[unknown], rows[unknown])
-        self.table.place(rows[wanted], self.slots.reserve_many(entry.slot_nbytes, len(wanted)))
-        return rows
-
-    def publish(self, rows: Rows) -> None:
-        """WRITING -> READY; the writer's ref ends."""
-        self.table.move(rows, WRITING, READY)
-        self.table.refs[rows] -= 1
-        self._offer_leaves(rows)
-        self._emit_stored(rows)
-
-    def discard(self, rows: Rows) -> None:
-        """WRITING or LEAVING -> NONE: nobody uses them any more, their slots are free."""
-        self.slots.free_many(self.table.slots(rows))
-        for row in rows[::-1].tolist():
-            self._unplace(row)
-
-    def to_limbo(self, rows: Rows) -> None:
-        """WRITING or LEAVING -> NONE: their writer may still write, so their slots go to limbo."""
-        for row in rows[::-1].tolist():
-            self.slots.to_limbo(self.table.extent(row))
-            self._unplace(row)
-
-    def ref(self, rows: Rows) -> None:
-        """One more reader of READY blocks; keeps them from eviction (I4)."""
-        assert (self.table.state[rows] == READY).all()
-        self.table.refs[rows] += 1
-        self.index.hits[rows] += 1
-
-    def unref(self, rows: Rows) -> None:
-        """One reader less; a LEAVING block goes with its last."""
-        table = self.table
-        table.refs[rows] -= 1
-        unused = rows[table.refs[rows] == 0]
-        self.discard(unused[table.state[unused] == LEAVING])
-        self._offer_leaves(unused)
-
-    def drop(self, entry: Namespace, rows: Rows) -> int:
-        """Take back READY and WRITING blocks among `rows`, which has every descendant of its members; how many.
-
-        READY without a reader is gone; with one, and WRITING, it is LEAVING until its last user ends.
-        """
-        table = self.table
-        ready = rows[table.state[rows] == READY]
-        writing = rows[table.state[rows] == WRITING]
-        hashes = tuple([self.index.keys[row] for row in ready.tolist()])
-        table.move(ready[table.refs[ready] > 0], READY, LEAVING)
-        table.move(writing, WRITING, LEAVING)
-        self._remove_subtrees(rows, gone=ready[table.state[ready] == READY])
-        self._emit_removed(entry, hashes, RemovalReason.DROPPED)
-        return len(ready) + len(writing)
-
-    def check(self) -> None:
-        """I2, I3, and what each part asserts of itself."""
-        for part in (self.slots, self.index, self.table, self.policy):
-            part.check()
-        placed = sum(self.table.num_bytes(state) for state in PlacementState)
-        assert placed == self.slots.reserved_bytes
-
-    def _evict_slice(self, count: int, slot_nbytes: int, evicted: dict[int, list[bytes]]) -> int:
+    def evict(self, count: int, slot_nbytes: int) -> Evicted:
         """Evict up to `count` blocks with slots of that size, and stop behind one of another: its room must be looked at."""
         index = self.index
         victims: list[int] = []
+        hashes: dict[int, list[bytes]] = {}
         while len(victims) < count:
             row = self.policy.next_victim()
             if row is None:
                 break
             number = index.namespace_at[row]
-            evicted.setdefault(number, []).append(index.keys[row])
+            hashes.setdefault(number, []).append(index.keys[row])
             victims.append(row)
             self._unplace(row)
             if index.namespaces[number].slot_nbytes != slot_nbytes:
                 break
-        self.slots.free_many(self.table.slots(np.array(victims, np.int64)))
-        return len(victims)
+        num_lost = 0
+        if self._lower is not None:
+            num_lost = int(np.count_nonzero(self._lower.state[victims] == NONE))
+        self._leave(victims)
+        for number, removed in hashes.items():
+            self._emit_removed(index.namespaces[number], tuple(removed), RemovalReason.EVICTED)
+        return Evicted(len(victims), num_lost)
 
-    def _offer_leaves(self, rows: Rows) -> None:
-        for row in rows[self.table.children[rows] == 0].tolist():
-            self.policy.offer(row)
+    def place(self, entry: Namespace, rows: Rows, state: int = WRITING) -> None:
+        """NONE -> WRITING or ARRIVING, in slots that there are; one ref each, the writer's."""
+        slots = self.slots.reserve_many(entry.slot_nbytes, len(rows), announced=state == WRITING)
+        assert len(slots.offsets) == len(rows)
+        self.table.place(rows, slots, state)
 
-    def _unplace(self, row: int) -> None:
-        leaf = self.table.unplace(row)
+    def restore(self, entry: Namespace, rows: Rows, slots: SlotArrays) -> None:
+        """NONE -> READY, where they were before a restart. Their leaves are offered by whoever restores, at the end."""
+        self.slots.restore(entry.slot_nbytes, slots)
+        self.table.place(rows, slots, READY)
+        self.table.refs[rows] -= 1
+
+    def publish(self, rows: Rows) -> None:
+        """WRITING or ARRIVING -> READY; the writer's ref ends."""
+        if not len(rows):
+            return
+        self.table.move(rows, int(self.table.state[rows[0]]), READY)
+        self.table.refs[rows] -= 1
+        self._offer(rows)
+        self._emit_stored(rows)
+
+    def discard(self, rows: Rows) -> None:
+        """Any state but READY -> NONE: nobody uses them any more."""
+        numbers = rows[::-1].tolist()
+        for row in numbers:
+            self._unplace(row)
+        self._leave(numbers)
+
+    def to_limbo(self, rows: Rows) -> None:
+        """Any state -> NONE, but somebody may still touch the slots, so they go to limbo."""
+        numbers = rows[::-1].tolist()
+        for row in numbers:
+            self.slots.to_limbo(self.table.extent(row))
+            self._unplace(row)
+            self.index.forget(row)
+
+    def lose(self, row: int) -> None:
+        """READY or LEAVING -> NONE, whoever uses it: its bytes are gone. The slot stays as it is; the caller knows why."""
+        entry, key, found = self.index.namespace_of(row), self.index.keys[row], self.table.state_at[row] == READY
+        self._unplace(row)
         self.index.forget(row)
-        if leaf != NO_PARENT:
-            self.policy.offer(leaf)
+        self._emit_removed(entry, (key,) if found else (), RemovalReason.DAMAGED)
 
-    def _remove_subtrees(self, rows: Rows, gone: Rows) -> None:
-        """Free `gone`, and forget those of `rows` with no copy left at or below them. Fast for a million rows."""
-        index, table = self.index, self.table
-        self.slots.free_many(table.slots(gone))
+    def ref(self, rows: Rows) -> None:
+        """One more user of READY or ARRIVING blocks; keeps them from eviction (I4)."""
+        self.table.refs[rows] += 1
+
+    def unref(self, rows: Rows) -> None:
+        """One user less; a LEAVING block goes with its last."""
+        table = self.table
+        table.refs[rows] -= 1
+        unused = rows[table.refs[rows] == 0]
+        self.discard(unused[table.state[unused] == LEAVING])
+        self._offer(unused)
+
+    def drop(self, entry: Namespace, rows: Rows) -> None:
+        """Take back what `rows`, which have every descendant of their members, have here. Keys stay known: the caller
+        forgets them when every tier has dropped.
+
+        READY without a user is gone; with one, and WRITING and ARRIVING, it is LEAVING until its last user ends.
+        """
+        table, index = self.table, self.index
+        ready = rows[table.state[rows] == READY]
+        hashes = tuple([index.keys[row] for row in ready.tolist()])
+        gone = ready[table.refs[ready] == 0]
+        table.move(ready[table.refs[ready] > 0], READY, LEAVING)
+        for state in (WRITING, ARRIVING):
+            table.move(rows[table.state[rows] == state], state, LEAVING)
         dead = self._without_survivors(rows, gone)
         inside = np.zeros(index.capacity, np.bool_)
         inside[rows] = True
         parents = index.parent[dead]
         tops = dead[(parents != NO_PARENT) & ~inside[parents]]
-        outer = index.parent[tops].tolist()
+        self._release(gone)
         for leaf in table.unplace_subtrees(gone, dead, tops):
-            self.policy.offer(leaf)
-        index.forget_subtrees(dead)
-        for row in outer:
-            index.forget(row)
+            self._offer_row(leaf)
+        self._emit_removed(entry, hashes, RemovalReason.DROPPED)
+
+    def check(self) -> None:
+        """I2, I3, and what each part asserts of itself."""
+        for part in (self.slots, self.table, self.policy):
+            part.check()
+        placed = sum(self.table.num_bytes(state) for state in PlacementState if state)
+        assert placed == self.slots.reserved_bytes
+
+    def _free(self, rows: Rows) -> None:
+        self.slots.free_many(self.table.slots(rows))
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Rows just unplaced, tail to head: give up their slots, then forget those that nothing keeps."""
+        if rows:
+            self._release(np.array(rows, np.int64))
+            for row in rows:
+                self.index.forget(row)
+
+    def _offer(self, rows: Rows) -> None:
+        leaf = self.table.children[rows] == 0
+        if self._lower is not None:
+            leaf |= (self._lower.state[rows] == READY) & (self._lower.children[rows] == 0)
+        for row in rows[leaf].tolist():
+            self._offer_row(row)
+
+    def _offer_row(self, row: int) -> None:
+        for policy in self._watchers:
+            policy.offer(row)
+
+    def _unplace(self, row: int) -> None:
+        for leaf in self.table.unplace(row):
+            self._offer_row(leaf)
 
     def _without_survivors(self, rows: Rows, gone: Rows) -> Rows:
-        """Those of `rows` with no copy at or below them once `gone` is gone."""
+        """Those of `rows` with no copy here at or below them once `gone` is gone."""
         index = self.index
         survives = np.zeros(index.capacity, np.bool_)
-        placed = self.table.state[rows] != 0
+        placed = self.table.state[rows] != NONE
         for leaving in rows[placed & ~np.isin(rows, gone)].tolist():
             row = leaving
             while row != NO_PARENT and not survives[row]:

@@ -28,7 +28,8 @@ class LeaseKind(enum.IntEnum):
 class Lease:
     """The right of an instance to read or write some blocks until `expires_s`.
 
-    A read lease keeps a ref on each of `rows`. A write lease owns the slots of those of `rows` that are `pending`, that
+    A read lease keeps a ref on each of `rows` that is `pending`; those are all of them but for blocks that were on their way
+    from a drive and did not come. A write lease owns the slots of those of `rows` that are `pending`, that
     is neither committed nor given up. An `expired` lease has no rights left, but what it held is in limbo until its
     holder confirms that it stopped: `rows` keep their refs (read), `slots` of the pending ones stay unused (write).
     """
@@ -219,6 +220,21 @@ class LeaseTable:
             self._drop_request(entry, lease)
         if not entry.leases:
             del self._instances[lease.holder.instance]
+
+    def give_up(self, lease: Lease, row: int) -> bool:
+        """A lease holds `row` no longer, since its bytes will not come. With the last one it ends.
+        Whether it held it."""
+        held = lease.pending & (lease.rows == row)
+        if self._leases.get(lease.lease_id) is not lease or not held.any():
+            return False
+        entry = self._instances[lease.holder.instance]
+        before = lease.held_bytes
+        lease.pending = lease.pending & ~held
+        if lease.expired:
+            entry.limbo_bytes -= before - lease.held_bytes
+        if not lease.pending.any():
+            self.end(lease)
+        return True
 
     def of_instance(self, instance: bytes) -> list[Lease]:
         """All leases of an instance, oldest first."""

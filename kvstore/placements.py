@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from kvstore.core.blocks import Extent, PlacementState, SlotArrays
 from kvstore.index import NO_PARENT, BlockIndex, Rows, grown
 
-NONE, WRITING, READY, LEAVING = (int(state) for state in PlacementState)
+NONE, WRITING, READY, LEAVING, ARRIVING = (int(state) for state in PlacementState)
 """PlacementState as plain ints: comparing a column with an enum member is five times slower."""
 
 
@@ -16,15 +16,17 @@ class PlacementTable:
         row       | state | offset | generation | refs | children
         0         | READY | 8192   | 3          | 2    | 1
 
-    `refs` counts who keeps the copy: leases that read it, ended read leases not yet confirmed, or its one writer. `children`
-    counts the row's children that are alive in this tier: placed in it, or a ghost with somebody alive below. A leaf is
-    a row without any; evicting leaves only therefore never takes the head of a prefix before its tail.
+    `refs` counts who keeps the copy: leases that read it, ended read leases not yet confirmed, moves that read it, and its one
+    writer. `children` counts the row's children that are alive in this tier: placed in it, or a ghost with somebody alive
+    below. A leaf is a row without any; evicting leaves only therefore never takes the head of a prefix before its tail.
 
-    Another tier is another table; nothing here knows which tier it is.
+    Another tier is another table. `upper`, when there is one, is the table of a faster tier whose blocks rely on ours: the
+    last copy of a block does not go while that tier has descendants of it.
     """
 
-    def __init__(self, tier: str, index: BlockIndex) -> None:
+    def __init__(self, tier: str, index: BlockIndex, *, upper: "PlacementTable | None" = None) -> None:
         self.tier = tier
+        self._upper = upper
         self.counts: list[list[int]] = []  # by namespace number: copies in each state
         self._index = index
         self.state = np.empty(0, np.uint8)
@@ -61,8 +63,11 @@ class PlacementTable:
         return sum(count[state] * entry.slot_nbytes for count, entry in zip(self.counts, namespaces, strict=False))
 
     def is_evictable(self, row: int) -> bool:
-        """READY, used by nobody, and nothing below it lives in this tier."""
-        return self.state_at[row] == READY and not self.refs_at[row] and not self.children_at[row]
+        """READY, used by nobody, and nothing below it lives in this tier, or only by it in the upper one."""
+        if self.state_at[row] != READY or self.refs_at[row] or self.children_at[row]:
+            return False
+        upper = self._upper
+        return upper is None or upper.state_at[row] == READY or not upper.children_at[row]
 
     def slots(self, rows: Rows) -> SlotArrays:
         """The slots of placed rows."""
@@ -72,16 +77,16 @@ class PlacementTable:
         """The slot of a placed row."""
         return Extent(self.offset_at[row], self._index.namespace_of(row).slot_nbytes, self.generation_at[row])
 
-    def place(self, rows: Rows, slots: SlotArrays) -> None:
-        """NONE -> WRITING, for rows of one namespace; one ref each, the writer's."""
+    def place(self, rows: Rows, slots: SlotArrays, state: int = WRITING) -> None:
+        """NONE -> WRITING, or another state, for rows of one namespace; one ref each, the writer's."""
         assert not self.state[rows].any()
         fresh = rows[self.children[rows] == 0]
-        self.state[rows] = WRITING
+        self.state[rows] = state
         self.offset[rows] = slots.offsets
         self.generation[rows] = slots.generations
         self.refs[rows] = 1
         self._index.num_placed[rows] += 1
-        self._count(rows, WRITING, len(rows))
+        self._count(rows, state, len(rows))
         parents = self._index.parent[fresh]
         parents = parents[parents != NO_PARENT]
         woken = parents[(self.state[parents] == NONE) & (self.children[parents] == 0)]
@@ -96,23 +101,23 @@ class PlacementTable:
         self._count(rows, old, -len(rows))
         self._count(rows, new, len(rows))
 
-    def unplace(self, row: int) -> int:
-        """Any state -> NONE. Returns the placed ancestor that has become a leaf by it, or NO_PARENT."""
+    def unplace(self, row: int) -> list[int]:
+        """Any state -> NONE. Returns the ancestors that have nothing below them in this tier any more, ghosts among them."""
         index = self._index
         self.counts[index.namespace_at[row]][self.state_at[row]] -= 1
         self.state_at[row] = NONE
         self.refs_at[row] = 0
         index.num_placed_at[row] -= 1
-        return NO_PARENT if self.children_at[row] else self._count_down(row)
+        return [] if self.children_at[row] else self._count_down(row)
 
     def unplace_subtrees(self, gone: Rows, dead: Rows, tops: Rows) -> list[int]:
-        """Any state -> NONE for `gone`, rows of one namespace. Returns the placed ancestors that became leaves by it.
+        """Any state -> NONE for `gone`, rows of one namespace. Returns the ancestors outside with nothing below them any more.
 
         `dead` are rows with nothing alive at or below them afterwards; `tops` those of them whose parent lies outside the
         subtrees that are being removed.
         """
         alive = (self.state[dead] != NONE) | (self.children[dead] > 0)
-        for state in (WRITING, READY, LEAVING):
+        for state in (WRITING, READY, LEAVING, ARRIVING):
             self._count(gone, state, -int(np.count_nonzero(self.state[gone] == state)))
         self.state[gone] = NONE
         self.refs[gone] = 0
@@ -120,8 +125,8 @@ class PlacementTable:
         inner = np.setdiff1d(dead[alive], tops, assume_unique=True)
         parents = self._index.parent[inner]
         np.subtract.at(self.children, parents[parents != NO_PARENT], 1)
-        leaves = [self._count_down(row) for row in np.intersect1d(tops, dead[alive], assume_unique=True).tolist()]
-        return [leaf for leaf in leaves if leaf != NO_PARENT]
+        ends = np.intersect1d(tops, dead[alive], assume_unique=True).tolist()
+        return [leaf for row in ends for leaf in self._count_down(row)]
 
     def check(self) -> None:
         """I2 and the counts, from scratch. A free row has no copy; copies never share a slot."""
@@ -131,6 +136,7 @@ class PlacementTable:
         assert (self.refs >= 0).all()
         assert not self.refs[self.state == NONE].any()
         assert (self.refs[self.state == WRITING] == 1).all()
+        assert (self.refs[self.state == ARRIVING] > 0).all()
         assert (self.refs[self.state == LEAVING] > 0).all()
         assert all(index.keys[row] for row in placed.tolist())
         for number, count in enumerate(self.counts):
@@ -152,17 +158,19 @@ class PlacementTable:
                 row = self._index.parent_at[row]
         return alive
 
-    def _count_down(self, row: int) -> int:
+    def _count_down(self, row: int) -> list[int]:
         """`row` has nothing alive any more: tell its ancestors, up to the first that still has. See `unplace`."""
+        childless: list[int] = []
         row = self._index.parent_at[row]
         while row != NO_PARENT:
             self.children_at[row] -= 1
-            if self.state_at[row] != NONE:
-                return NO_PARENT if self.children_at[row] else row
             if self.children_at[row]:
-                return NO_PARENT
+                break
+            childless.append(row)
+            if self.state_at[row] != NONE:
+                break
             row = self._index.parent_at[row]
-        return NO_PARENT
+        return childless
 
     def _count_up(self, row: int) -> None:
         """`row`, which had nothing alive, now has: tell its ancestors up to the first that was alive before."""

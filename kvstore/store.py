@@ -1,7 +1,7 @@
 """The store's decisions: who gets which slot, which blocks are found, what goes when there is no room."""
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,24 +12,29 @@ from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, Protocol
 from kvstore.core.events import Event
 from kvstore.core.keys import KVSpec, differing_fields
 from kvstore.core.limits import MAX_KEYS_PER_CALL, MAX_LEASES_PER_INSTANCE, MAX_LIMBO_FRACTION, MAX_NAMESPACES
-from kvstore.core.plans import Match, NamespaceInfo, NearMiss, ReadGrant, WriteGrant
-from kvstore.core.ports import SlotSpace
+from kvstore.core.moves import Forget, MoveDone, Touch, Urgency
+from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, ReadGrant, WriteGrant
+from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.counters import new_counters
 from kvstore.eviction import EvictionPolicy, LeafLru
 from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows
 from kvstore.inventory import Inventory
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
-from kvstore.placements import LEAVING, NONE, READY, WRITING, PlacementTable
+from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
+from kvstore.spill import Orders, RestoredBlocks, Spill, SpillPolicy
+from kvstore.tiers.striped import StripedSlots
 
 MAX_NEAR_MISSES = 8
 """Near misses told at Hello, those with most blocks first. More help nobody find the field that differs."""
 
+_HELD = (WRITING, READY, ARRIVING)
 _STATUS = {int(status): status for status in KeyStatus}  # KeyStatus(number) takes ten times as long
 _MAX_COMPARED = 64  # candidates for them whose fields are compared, some 4 us each
 
 
 class TierStats(NamedTuple):
-    """Bytes of a tier, by slot; ready + writing + leaving + limbo + free = capacity (I3)."""
+    """Bytes of a tier, by slot; ready + writing + leaving + limbo + quarantined + free = capacity (I3). What arrives from a
+    slower tier counts as being written."""
 
     name: str
     capacity_bytes: int
@@ -39,6 +44,7 @@ class TierStats(NamedTuple):
     limbo_bytes: int
     free_bytes: int
     ready_blocks: int
+    quarantined_bytes: int = 0
 
 
 class StoreStats(NamedTuple):
@@ -64,16 +70,30 @@ class Store:
         self,
         *,
         pinned: SlotSpace,
+        nvme: DriveSlots | None = None,
+        spill: SpillPolicy | None = None,
         on_event: Callable[[Event], None] | None = None,
         limbo_fraction: float = MAX_LIMBO_FRACTION,
         max_leases_per_instance: int = MAX_LEASES_PER_INSTANCE,
         make_policy: Callable[[BlockIndex, PlacementTable], EvictionPolicy] = LeafLru,
+        first_sequence: int = 0,
     ) -> None:
-        self._blocks = Inventory(pinned, make_policy, on_event)
-        self._index = self._blocks.index
+        self._index = BlockIndex(first_sequence=first_sequence)
+        self._counters = new_counters()
+        self._blocks = Inventory(TIERS[0], self._index, pinned, make_policy, on_event)
+        self._spill = Spill(
+            self._blocks,
+            StripedSlots(()) if nvme is None else nvme,
+            spill or SpillPolicy(),
+            counters=self._counters,
+            give_up=self._give_up,
+            on_event=on_event,
+        )
+        self._has_drives = nvme is not None
         self._limbo_fraction = limbo_fraction
         self._leases = LeaseTable(max_leases_per_instance=max_leases_per_instance)
-        self._counters = new_counters()
+        self._waiting: dict[int, list[Lease]] = {}  # by row that is arriving: leases that were granted it
+        self._drops: list[tuple[bytes, Sequence[bytes] | None]] = []  # while the drives are being restored
 
     # --- namespaces -------------------------------------------------------------------------------------------------
 
@@ -98,8 +118,8 @@ class Store:
                     value=MAX_NAMESPACES,
                 )
             entry = self._index.open_namespace(namespace, spec, tenant, slot_nbytes)
-            self._blocks.table.grow()
-        return NamespaceInfo(namespace, spec.block_nbytes, self._blocks.num_ready(entry), self._near_misses(entry))
+            self._spill.grow()
+        return NamespaceInfo(namespace, spec.block_nbytes, self._num_ready(entry), self._near_misses(entry))
 
     def digest_nbytes(self, namespace: bytes) -> int:
         """Length of the namespace's keys. Raises SpecMismatch when it is not open."""
@@ -113,13 +133,27 @@ class Store:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, keys: Sequence[bytes], now_s: float) -> Match:  # noqa: ARG002 - part of the contract
-        """The longest READY prefix. Changes nothing but recency (I5); to read the blocks, acquire them."""
+        """The longest prefix that can be read. Changes nothing but recency (I5); to read the blocks, acquire them."""
         _check_count(keys)
-        rows = self._blocks.ready_prefix(self._namespace(namespace), keys)
+        rows, ready = self._readable_prefix(self._namespace(namespace), keys)
         self._index.touch(rows)
         self._counters["hit_blocks_total"] += len(rows)
         self._counters["miss_blocks_total"] += len(keys) - len(rows)
-        return Match(len(rows), bytes(len(rows)))
+        return Match(len(rows), (~ready).tobytes())  # TIERS: pinned is 0, nvme 1
+
+    def prefetch(self, namespace: bytes, keys: Sequence[bytes], first_needed: int, now_s: float) -> Prefetch:
+        """Bring the readable prefix from block `first_needed` on to RAM, as far as there is room. Owns nothing."""
+        self.expire(now_s)
+        _check_count(keys)
+        entry = self._namespace(namespace)
+        rows, _ = self._readable_prefix(entry, keys)
+        self._index.touch(rows)
+        needed = rows[max(first_needed, 0) :]
+        _check_distinct(len(set(needed.tolist())), len(needed))
+        absent = int(np.count_nonzero(self._blocks.table.state[needed] == NONE))
+        self._bring(entry, needed, Urgency.PREFETCH)
+        still = int(np.count_nonzero(self._blocks.table.state[needed] == NONE))
+        return Prefetch(len(rows), absent - still)
 
     def acquire(  # noqa: PLR0917 - the protocol's fields, in its order
         self,
@@ -131,7 +165,10 @@ class Store:
         ttl_s: float,
         now_s: float,
     ) -> ReadGrant:
-        """Lease the READY prefix from block `first_needed` on. Nothing to lease: lease 0, which needs no release.
+        """Lease the readable prefix from block `first_needed` on. Nothing to lease: lease 0, which needs no release.
+
+        Blocks that lie on a drive only are ordered from there, once, however many ask: their slots are granted, and their
+        bytes come later, or not (ReadGrant.ready). Where the arena has no room for them, the run ends.
 
         The same request again (same id, same arguments) renews and answers with the live lease it got. Raises
         ProtocolError when the id was used for another request, LeaseRefused when the instance may not have a lease now.
@@ -142,22 +179,29 @@ class Store:
         lease = self._find_request(holder, LeaseKind.READ, request_id, request)
         if lease is None:
             _check_count(keys)
-            rows = self._blocks.ready_prefix(entry, keys)
+            rows, _ = self._readable_prefix(entry, keys)
             needed = rows[max(first_needed, 0) :]
             _check_distinct(len(set(needed.tolist())), len(needed))
-            if not len(needed):
-                self._index.touch(rows)
-                return ReadGrant(0, now_s, len(rows), NO_SLOTS, entry.spec.block_nbytes)
-            self._check_allowed(holder.instance)
+            if len(needed):
+                self._check_allowed(holder.instance)
             self._index.touch(rows)
+            num_before = len(rows) - len(needed)
+            needed = self._bring(entry, needed, Urgency.READ)
+            if not len(needed):
+                return ReadGrant(0, now_s, num_before, NO_SLOTS, entry.spec.block_nbytes, b"")
             self._blocks.ref(needed)
+            self._index.hits[needed] += 1
+            self._spill.on_read(needed)
             lease = self._grant(holder, LeaseKind.READ, request_id, request, entry, needed, expiry_s(ttl_s, now_s))
-            lease.first_needed = len(rows) - len(needed)
+            lease.first_needed = num_before
             self._counters["acquired_blocks_total"] += len(needed)
+            for row in needed[self._blocks.table.state[needed] == ARRIVING].tolist():
+                self._waiting.setdefault(row, []).append(lease)
         else:
             self._leases.renew(lease, expiry_s(ttl_s, now_s))
         num_blocks = lease.first_needed + len(lease.rows)
-        return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes)
+        ready = (lease.pending & (self._blocks.table.state[lease.rows] != ARRIVING)).tobytes()
+        return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes, ready)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +241,8 @@ class Store:
             if num_free < len(wanted):
                 end, reason = int(wanted[num_free]), "no_space"
                 wanted = wanted[:num_free]
-            rows = self._blocks.place(entry, keys[:end], rows[:end], parent_row, wanted)
+            rows = self._add_unknown(entry, keys[:end], rows[:end], parent_row)
+            self._blocks.place(entry, rows[wanted])
         self._index.touch(rows[:end] if parent_row == NO_PARENT else np.append(parent_row, rows[:end]))
         statuses = np.full(len(keys), KeyStatus.DECLINED, np.uint8)
         statuses[:end] = KeyStatus.HELD
@@ -229,6 +274,7 @@ class Store:
         lease.pending = lease.pending & ~chosen
         self._blocks.publish(written)
         self._blocks.discard(dropped)
+        self._spill.on_stored(written)
         self._counters["stored_blocks_total"] += len(written)
         if not lease.pending.any():
             self._leases.end(lease)
@@ -313,28 +359,69 @@ class Store:
         else:
             found = self._index.find_all(entry, keys)
             rows = self._index.with_descendants(np.unique(found[found != NO_PARENT]))
-        num_dropped = self._blocks.drop(entry, rows)
+        if self._has_drives and not self._spill.active:
+            self._drops.append((namespace, keys))
+        pinned, nvme = self._blocks.table.state[rows], self._spill.nvme.table.state[rows]
+        num_dropped = int(np.count_nonzero(np.isin(pinned, _HELD) | np.isin(nvme, _HELD)))
+        self._blocks.drop(entry, rows)
+        self._spill.drop(entry, rows)
+        self._index.forget_dead(rows)
         self._counters["dropped_blocks_total"] += num_dropped
         return num_dropped
+
+    # --- drives -----------------------------------------------------------------------------------------------------
+
+    def restore(self, spec: KVSpec, tenant: str, blocks: RestoredBlocks) -> None:
+        """Blocks of one namespace that the drives have from before a restart, a part at a time. They can be found when
+        `start_spilling` was called."""
+        self.open_namespace(spec, tenant)
+        self._spill.restore(self._namespace(spec.namespace(tenant)), blocks)
+
+    def restore_quarantined(self, offset: int, nbytes: int) -> None:
+        """A slot on a drive that is not to be used. Before `start_spilling`."""
+        self._spill.restore_quarantined(offset, nbytes)
+
+    def start_spilling(self, written: Mapping[int, int], wall_offset_s: float) -> None:
+        """All is restored, and the drives' segments are added. `written`: bytes by hour since the epoch, as far back as a day;
+        `now_s + wall_offset_s` is the time since the epoch. Drops since the start apply to what was restored too."""
+        self._spill.start(written, wall_offset_s)
+        drops, self._drops = self._drops, []
+        for namespace, keys in drops:
+            self.drop(namespace, keys)
+
+    def take_orders(self, now_s: float) -> Orders:
+        """What is to be done on the drives now. To be asked after every verb, `finish_...` and `tick`."""
+        return self._spill.take_orders(now_s)
+
+    def finish_moves(self, done: Sequence[MoveDone], now_s: float) -> None:
+        """Moves have ended. Readers see it in the generation table."""
+        for move in done:
+            row = self._spill.finish_move(move, now_s)
+            self._waiting.pop(row, None)
+
+    def finish_forgets(self, forgets: Sequence[Forget]) -> None:
+        """Removals are durable."""
+        self._spill.finish_forgets(forgets)
+
+    def tick(self, now_s: float) -> None:
+        """Twice a second or so."""
+        self._spill.tick(now_s)
+
+    def take_touches(self) -> list[Touch]:
+        """Recency that changed since this was last asked, for the drives to keep."""
+        return self._spill.take_touches()
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """Sizes and counters now."""
-        table, slots = self._blocks.table, self._blocks.slots
-        tier = TierStats(
-            table.tier,
-            slots.capacity_bytes,
-            table.num_bytes(READY),
-            table.num_bytes(WRITING),
-            table.num_bytes(LEAVING),
-            slots.limbo_bytes,
-            slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes,
-            table.num_blocks(READY),
-        )
+        pinned, nvme = self._blocks.table, self._spill.nvme.table
+        tiers = [_tier_stats(self._blocks, 0)]
+        if self._has_drives:
+            tiers.append(_tier_stats(self._spill.nvme, self._spill.quarantined_bytes))
         return StoreStats(
-            (tier,),
-            table.num_blocks(READY),
+            tuple(tiers),
+            pinned.num_blocks(READY) + int(np.count_nonzero((nvme.state == READY) & (pinned.state != READY))),
             self._index.num_namespaces,
             self._leases.num_live,
             self._leases.num_expired,
@@ -343,10 +430,13 @@ class Store:
 
     def check(self) -> None:
         """Every invariant of every part, and those that no part sees alone. O(everything); for tests and `kvstore check`."""
+        self._index.check()
         self._blocks.check()
+        self._spill.check()
         self._leases.check()
         table = self._blocks.table
         refs = np.zeros(len(table.refs), np.int64)
+        np.add.at(refs, self._spill.rows_in_flight(), 1)
         limbo_bytes = 0
         for lease in self._leases.all_leases():
             if lease.kind is LeaseKind.WRITE and lease.expired:
@@ -354,7 +444,7 @@ class Store:
                 continue
             held = lease.rows[lease.pending]
             refs[held] += 1
-            allowed = (WRITING, LEAVING) if lease.kind is LeaseKind.WRITE else (READY, LEAVING)
+            allowed = (WRITING, LEAVING) if lease.kind is LeaseKind.WRITE else (READY, LEAVING, ARRIVING)
             assert np.isin(table.state[held], allowed).all()  # I1, I4
             assert (table.offset[held] == lease.slots.offsets[lease.pending]).all()  # I4
             assert (table.generation[held] == lease.slots.generations[lease.pending]).all()  # I7
@@ -385,6 +475,51 @@ class Store:
         misses.sort(key=lambda miss: (-miss.num_blocks, len(miss.differing_fields), miss.namespace))
         return tuple(misses[:MAX_NEAR_MISSES])
 
+    def _num_ready(self, entry: Namespace) -> int:
+        return max(self._blocks.num_ready(entry), self._spill.nvme.num_ready(entry))
+
+    def _readable_prefix(self, entry: Namespace, keys: Sequence[bytes]) -> tuple[Rows, NDArray[np.bool_]]:
+        """Rows of the longest prefix that can be read (I1), and which of them are READY in RAM. What an engine writes is not
+        read from a drive meanwhile (I2); what arrives from there, is."""
+        rows = self._index.find_prefix(entry, keys)
+        state = self._blocks.table.state[rows]
+        ready = state == READY
+        if not ready.all():
+            found = ready | (state == ARRIVING) | ((state == NONE) & self._spill.readable(rows))
+            if not found.all():
+                end = int(found.argmin())
+                return rows[:end], ready[:end]
+        return rows, ready
+
+    def _bring(self, entry: Namespace, needed: Rows, urgency: Urgency) -> Rows:
+        """Order from the drives those of a readable run that have no copy in RAM; the part of the run that there is room for."""
+        absent = np.flatnonzero(self._blocks.table.state[needed] == NONE)
+        if not len(absent):
+            return needed
+        self._make_room(entry, len(absent), needed, NO_PARENT)
+        num_free = self._blocks.slots.num_free(entry.slot_nbytes)
+        if num_free < len(absent):
+            needed = needed[: int(absent[num_free])]
+            absent = absent[:num_free]
+        self._spill.order_reads(entry, needed[absent], urgency)
+        return needed
+
+    def _give_up(self, row: int) -> None:
+        """A block that leases wait for will not come."""
+        for lease in self._waiting.pop(row, ()):
+            if self._leases.give_up(lease, row):
+                self._blocks.table.refs[row] -= 1
+
+    def _add_unknown(self, entry: Namespace, keys: Sequence[bytes], rows: Rows, parent_row: int) -> Rows:
+        """Rows of all keys; -1 in `rows` means a key without a row yet."""
+        unknown = np.flatnonzero(rows == NO_PARENT)
+        rows = rows.copy()
+        rows[unknown] = self._index.new_rows(len(unknown))
+        self._spill.grow()
+        parents = np.append(parent_row, rows[:-1])
+        self._index.add(entry, [keys[i] for i in unknown.tolist()], parents[unknown], rows[unknown])
+        return rows
+
     def _find(self, entry: Namespace, keys: Sequence[bytes], parent: bytes) -> tuple[Rows, int]:
         return self._index.find_all(entry, keys), entry.rows.get(parent, NO_PARENT)
 
@@ -393,13 +528,17 @@ class Store:
         table = self._blocks.table
         leaving = np.flatnonzero((rows != NO_PARENT) & (table.state[rows] == LEAVING))
         end = int(leaving[0]) if len(leaving) else len(rows)
-        orphan = parent and (parent_row == NO_PARENT or table.state_at[parent_row] not in (WRITING, READY))
+        orphan = parent and (parent_row == NO_PARENT or not self._is_held(parent_row))
         if orphan and end and len(self._not_held(rows[:1])):
             return 0, "orphan"
         return end, "leaving" if end < len(rows) else ""
 
+    def _is_held(self, row: int) -> bool:
+        """Whether children of the block can be found once they are stored."""
+        return self._blocks.table.state_at[row] in _HELD or self._spill.nvme.table.state_at[row] in _HELD
+
     def _not_held(self, rows: Rows) -> Rows:
-        """Positions of those without a row or without a copy."""
+        """Positions of those without a row or without a copy in RAM."""
         return np.flatnonzero((rows == NO_PARENT) | (self._blocks.table.state[rows] == NONE))
 
     def _make_room(self, entry: Namespace, count: int, rows: Rows, parent_row: int) -> int:
@@ -407,8 +546,9 @@ class Store:
         own = np.append(rows, parent_row)
         own = own[own != NO_PARENT]
         evicted = self._blocks.make_room(entry, count, own[self._blocks.table.state[own] == READY])
-        self._counters["evicted_blocks_total"] += evicted
-        return evicted
+        self._counters["evicted_blocks_total"] += evicted.num_blocks
+        self._counters["lost_blocks_total"] += evicted.num_lost if self._has_drives else 0
+        return evicted.num_blocks
 
     def _count_reserve(self, num_granted: int, end: int, num_keys: int, reason: str) -> None:
         self._counters["reserved_blocks_total"] += num_granted
@@ -473,6 +613,21 @@ class Store:
         else:
             self._counters["aborted_blocks_total"] += len(rows)
             self._blocks.discard(rows)
+
+
+def _tier_stats(tier: Inventory, quarantined_bytes: int) -> TierStats:
+    table, slots = tier.table, tier.slots
+    return TierStats(
+        table.tier,
+        slots.capacity_bytes,
+        table.num_bytes(READY),
+        table.num_bytes(WRITING) + table.num_bytes(ARRIVING),
+        table.num_bytes(LEAVING),
+        slots.limbo_bytes - quarantined_bytes,
+        slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes,
+        table.num_blocks(READY),
+        quarantined_bytes,
+    )
 
 
 def _of_lease(lease: Lease, keys: Sequence[bytes]) -> NDArray[np.bool_]:

@@ -16,6 +16,8 @@ BRAINS = (
     "placements",
     "counters",
     "inventory",
+    "spill",
+    "budget",
     "leases",
     "eviction",
     "admission",

@@ -3,6 +3,7 @@
 import heapq
 from array import array
 from bisect import bisect_left, insort
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,26 +25,24 @@ class SegmentedSlots:
     a segment the slot freed last comes first, since its lines may still be in the CPU's caches. The tail that is too
     short for a slot counts as free: it is, as soon as its segment is empty.
 
-    `generations[offset // align]` is the generation of the slot that starts at `offset`. It goes up when the slot is
-    reserved and again when it is freed: whoever still holds an older extent sees a difference, also after the segment
-    went to a class whose slots start elsewhere. Begins without segments; `add_segments` gives it those that are ready.
+    Begins without segments; `restore` tells it of slots in use from before a restart, and `add_segments` then gives it the
+    segments that are ready.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
         *,
-        generations: NDArray[np.uint64],
+        generations: "Generations",
         segment_bytes: int = SEGMENT_BYTES,
         align: int = SLOT_ALIGN_BYTES,
     ) -> None:
         assert segment_bytes % align == 0
         assert capacity_bytes % segment_bytes == 0
-        assert generations.dtype == np.uint64
-        assert len(generations) == capacity_bytes // align
         self._segment_bytes = segment_bytes
         self._align = align
         self._generations = generations
+        self._restored: dict[int, list[NDArray[np.int64]]] = {}  # by slot size, until the segments are added
         self._max_segments = capacity_bytes // segment_bytes
         self._segments: list[_Segment | None] = []  # by number; None: free
         self._free_segments: list[int] = []  # heap
@@ -76,8 +75,12 @@ class SegmentedSlots:
         first = len(self._segments)
         assert first + count <= self._max_segments
         self._segments.extend([None] * count)
+        for slot_nbytes, runs in self._restored.items():
+            self._restore_segments(self._class_of(slot_nbytes), np.concatenate(runs))
+        self._restored.clear()
         for number in range(first, first + count):
-            heapq.heappush(self._free_segments, number)
+            if self._segments[number] is None:
+                heapq.heappush(self._free_segments, number)
 
     def slot_nbytes(self, nbytes: int) -> int:
         """`nbytes` rounded up to whole pages."""
@@ -103,7 +106,7 @@ class SegmentedSlots:
             return None
         return Extent(int(slots.offsets[0]), nbytes, int(slots.generations[0]))
 
-    def reserve_many(self, nbytes: int, count: int) -> SlotArrays:
+    def reserve_many(self, nbytes: int, count: int, *, announced: bool = True) -> SlotArrays:
         """Up to `count` slots for `nbytes`, in the order in which a sequence should fill them."""
         size_class = self._class_of(nbytes)
         slot_nbytes = size_class.slot_nbytes
@@ -121,15 +124,27 @@ class SegmentedSlots:
         offsets = np.concatenate(runs) if runs else np.empty(0, np.int64)
         size_class.num_free -= len(offsets)
         self._reserved_bytes += len(offsets) * slot_nbytes
-        pages = offsets // self._align
-        generations = self._generations[pages] + np.uint64(1)
-        self._generations[pages] = generations
-        return SlotArrays(offsets, generations)
+        return SlotArrays(offsets, self._generations.begin(offsets, announced=announced))
+
+    def announce(self, slots: SlotArrays) -> None:
+        """Reserved slots whose bytes have come: readers may look."""
+        self._generations.announce(slots)
+
+    def restore(self, nbytes: int, slots: SlotArrays) -> None:
+        """Free -> reserved, before the segments are added. No slot twice, none across the end of a segment."""
+        assert not self._segments
+        slot_nbytes = self.slot_nbytes(nbytes)
+        inside = slots.offsets % self._segment_bytes
+        assert not (inside % slot_nbytes).any()
+        assert (inside + slot_nbytes <= self._segment_bytes).all()
+        self._restored.setdefault(slot_nbytes, []).append(slots.offsets)
+        self._reserved_bytes += len(slots.offsets) * slot_nbytes
+        self._generations.restore(slots)
 
     def to_limbo(self, extent: Extent) -> None:
         """Reserved -> limbo. The generation stays: nobody new gets the slot."""
         segment, slot = self._locate(extent.offset)
-        assert self._generations[extent.offset // self._align] == extent.generation
+        assert self._generations.are_current(_one(extent))
         assert segment.states[slot] == _RESERVED
         segment.states[slot] = _LIMBO
         self._reserved_bytes -= segment.slot_nbytes
@@ -137,16 +152,12 @@ class SegmentedSlots:
 
     def free(self, extent: Extent) -> None:
         """Reserved or limbo -> free."""
-        page = extent.offset // self._align
-        assert self._generations[page] == extent.generation
-        self._generations[page] += np.uint64(1)
-        self._release(extent.offset)
+        self.free_many(_one(extent))
 
     def free_many(self, slots: SlotArrays) -> None:
         """Reserved or limbo -> free, for each."""
-        pages = slots.offsets // self._align
-        assert (self._generations[pages] == slots.generations).all()
-        self._generations[pages] += np.uint64(1)
+        assert self._generations.are_current(slots)
+        self._generations.end(slots)
         for offset in slots.offsets.tolist():
             self._release(offset)
 
@@ -179,6 +190,20 @@ class SegmentedSlots:
         if size_class is None:
             size_class = self._classes[slot_nbytes] = _SizeClass(slot_nbytes, self._segment_bytes // slot_nbytes)
         return size_class
+
+    def _restore_segments(self, size_class: "_SizeClass", offsets: NDArray[np.int64]) -> None:
+        """Segments as they were, from the slots of one size that are in use."""
+        offsets = np.sort(offsets)
+        assert (np.diff(offsets) > 0).all()
+        numbers, starts = np.unique(offsets // self._segment_bytes, return_index=True)
+        for number, used in zip(numbers.tolist(), np.split(offsets, starts[1:]), strict=True):
+            assert self._segments[number] is None, f"segment {number} has slots of two sizes"
+            segment = _Segment(size_class.slot_nbytes, size_class.slots_per_segment)
+            segment.mark(used % self._segment_bytes // size_class.slot_nbytes)
+            self._segments[number] = segment
+            if segment.free:
+                insort(size_class.open, number)
+                size_class.num_free += len(segment.free)
 
     def _give_segment(self, size_class: "_SizeClass") -> bool:
         if not self._free_segments:
@@ -219,6 +244,10 @@ class SegmentedSlots:
             heapq.heappush(self._free_segments, number)
 
 
+def _one(extent: Extent) -> SlotArrays:
+    return SlotArrays(np.array([extent.offset], np.int64), np.array([extent.generation], np.uint64))
+
+
 class _SizeClass:
     """Segments whose slots have one size. `open`: numbers of those with a free slot, ascending."""
 
@@ -248,3 +277,104 @@ class _Segment:
         del self.free[first:]
         np.frombuffer(self.states, np.uint8)[slots] = _RESERVED
         return slots
+
+    def mark(self, slots: NDArray[np.int64]) -> None:
+        """Reserved, in a segment without any."""
+        states = np.frombuffer(self.states, np.uint8)
+        states[slots] = _RESERVED
+        self.free = array("I", np.flatnonzero(states == _FREE)[::-1].astype(np.uint32).tobytes())
+
+
+class Generations(Protocol):
+    """What tells one use of a slot from the next: a number that goes up when the slot is reserved and ends when it is freed."""
+
+    def begin(self, offsets: NDArray[np.int64], *, announced: bool) -> NDArray[np.uint64]:
+        """Generations for slots that are being reserved."""
+        ...
+
+    def announce(self, slots: SlotArrays) -> None:
+        """Let the generation of slots begun without announcement be seen."""
+        ...
+
+    def restore(self, slots: SlotArrays) -> None:
+        """These were begun before a restart."""
+        ...
+
+    def are_current(self, slots: SlotArrays) -> bool:
+        """Whether these may be the generations of the slots' present use; as far as we can know."""
+        ...
+
+    def end(self, slots: SlotArrays) -> None:
+        """Slots that are being freed."""
+        ...
+
+
+class SharedGenerations:
+    """For a tier that others map: `table[offset // align]` is the generation of the slot that starts at `offset`.
+
+        free     reserved, announced     reserved, not announced     freed
+        2n       2n + 1                  2n, then 2n + 1             2n + 2
+
+    Whoever still holds an older extent sees a difference, also after the segment went to a class whose slots start
+    elsewhere: a table entry never goes back.
+    """
+
+    def __init__(self, table: NDArray[np.uint64], align: int = SLOT_ALIGN_BYTES) -> None:
+        assert table.dtype == np.uint64
+        self._table = table
+        self._align = align
+
+    def begin(self, offsets: NDArray[np.int64], *, announced: bool) -> NDArray[np.uint64]:
+        """See Generations."""
+        pages = offsets // self._align
+        generations = self._table[pages] + np.uint64(1)
+        if announced:
+            self._table[pages] = generations
+        return generations
+
+    def announce(self, slots: SlotArrays) -> None:
+        """See Generations."""
+        pages = slots.offsets // self._align
+        assert (self._table[pages] == slots.generations - np.uint64(1)).all()
+        self._table[pages] = slots.generations
+
+    def restore(self, slots: SlotArrays) -> None:
+        """See Generations."""
+        self._table[slots.offsets // self._align] = slots.generations
+
+    def are_current(self, slots: SlotArrays) -> bool:
+        """See Generations."""
+        found = self._table[slots.offsets // self._align]
+        return bool(((found == slots.generations) | (found + np.uint64(1) == slots.generations)).all())
+
+    def end(self, slots: SlotArrays) -> None:
+        """See Generations."""
+        self._table[slots.offsets // self._align] = slots.generations + np.uint64(1)
+
+
+class CountedGenerations:
+    """For drives, which nobody maps: one number for each use of any slot, over all drives that share the counter and over
+    restarts. A table would cost 8 bytes of RAM for each 4 KiB of disk."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
+
+    def begin(self, offsets: NDArray[np.int64], *, announced: bool) -> NDArray[np.uint64]:  # noqa: ARG002 - nobody looks
+        """See Generations."""
+        first, self._next = self._next, self._next + len(offsets)
+        return np.arange(first, self._next, dtype=np.uint64)
+
+    def announce(self, slots: SlotArrays) -> None:
+        """See Generations."""
+
+    def restore(self, slots: SlotArrays) -> None:
+        """See Generations."""
+        if len(slots.generations):
+            self._next = max(self._next, int(slots.generations.max()) + 1)
+
+    def are_current(self, slots: SlotArrays) -> bool:
+        """See Generations."""
+        return bool((slots.generations < self._next).all())
+
+    def end(self, slots: SlotArrays) -> None:
+        """See Generations."""

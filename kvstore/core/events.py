@@ -9,6 +9,7 @@ class RemovalReason(enum.StrEnum):
 
     EVICTED = "evicted"
     DROPPED = "dropped"
+    DAMAGED = "damaged"
 
 
 class BlockStored(NamedTuple):

@@ -6,7 +6,7 @@ from kvstore.core.blocks import Extent, KeyStatus, SlotArrays
 
 
 class Match(NamedTuple):
-    """The longest READY prefix. May be stale at once; owns nothing."""
+    """The longest prefix that can be read, from whatever tier. May be stale at once; owns nothing."""
 
     num_blocks: int
     tiers: bytes  # for each block the number of its best tier (TIERS)
@@ -17,9 +17,10 @@ class ReadGrant(NamedTuple):
 
     lease_id: int  # 0: nothing was granted, there is nothing to release
     expires_s: float  # on the store's clock
-    num_blocks: int  # length of the READY prefix, in blocks from the first key
+    num_blocks: int  # length of the prefix that can be read, in blocks from the first key
     slots: SlotArrays  # of keys[first_needed:num_blocks]; as columns, since 512 objects cost as much as the rest of the call
     block_nbytes: int
+    ready: bytes  # for each slot 1: its bytes are there; 0: they are on their way
 
     @property
     def extents(self) -> tuple[Extent, ...]:
@@ -43,6 +44,13 @@ class WriteGrant(NamedTuple):
         return self.slots.extents(self.block_nbytes)
 
 
+class Prefetch(NamedTuple):
+    """Blocks that are being brought to RAM for nobody yet."""
+
+    num_blocks: int  # length of the prefix that is held, in blocks from the first key
+    num_started: int  # moves that this call began
+
+
 class NearMiss(NamedTuple):
     """Another namespace of the tenant that could have been meant (same weights or shape), were it not for some fields."""
 
@@ -56,7 +64,7 @@ class NamespaceInfo(NamedTuple):
 
     namespace: bytes
     block_nbytes: int
-    num_blocks: int  # READY at that time
+    num_blocks: int  # READY at that time, in the tier that has most of them
     near_misses: tuple[NearMiss, ...]
 
 

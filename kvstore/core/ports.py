@@ -66,3 +66,16 @@ class SlotSpace(Protocol):
     def check(self) -> None:
         """Assert that free + reserved + limbo = capacity, by slot and by segment."""
         ...
+
+
+class DriveSlots(SlotSpace, Protocol):
+    """Slots of a tier of drives, named as in core/moves.py. A drive that takes no writes is closed for a while."""
+
+    @property
+    def num_open(self) -> int:
+        """Drives that new slots are given out on."""
+        ...
+
+    def set_open(self, drive: int, *, is_open: bool) -> None:
+        """Whether new slots are given out on that drive. Slots in use stay as they are."""
+        ...

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.core.blocks import Extent, SlotArrays
 from kvstore.core.errors import SpecMismatch
 from kvstore.core.ports import SlotSpace
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 PAGE = 4096
 SEGMENT = 16 * PAGE
@@ -20,7 +20,9 @@ Factory = Callable[[int], SlotSpace]
 
 def segmented(num_segments: int) -> SlotSpace:
     generations = np.zeros(num_segments * SEGMENT // PAGE, np.uint64)
-    slots = SegmentedSlots(num_segments * SEGMENT, generations=generations, segment_bytes=SEGMENT, align=PAGE)
+    slots = SegmentedSlots(
+        num_segments * SEGMENT, generations=SharedGenerations(generations, PAGE), segment_bytes=SEGMENT, align=PAGE
+    )
     slots.add_segments(num_segments)
     return slots
 

@@ -40,7 +40,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Sessions
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 from kvstore.transport.frames import Kind, Verb, encode_frame
 
 pytestmark = pytest.mark.e2e
@@ -350,7 +350,7 @@ def test_an_idle_grpc_session_ends_like_a_closed_connection(tmp_path: Path) -> N
     async def scenario() -> None:
         loop, clock = asyncio.get_running_loop(), MonotonicClock()
         with Arena(1 << 20, segment_bytes=1 << 20) as arena:
-            slots = SegmentedSlots(arena.nbytes, segment_bytes=1 << 20, generations=arena.generations)
+            slots = SegmentedSlots(arena.nbytes, segment_bytes=1 << 20, generations=SharedGenerations(arena.generations))
             store = Store(pinned=slots)
             sessions = Sessions(store, loop=loop, clock=clock)
             dispatcher = Dispatcher(store=store, sessions=sessions, arena=arena, boot_id=bytes(16), clock=clock)

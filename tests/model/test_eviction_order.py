@@ -58,9 +58,9 @@ class Tree:
         return min(leaves, key=lambda row: self.index.last_use_at[row], default=None)
 
     def remove(self, row: int) -> None:
-        leaf = self.table.unplace(row)
+        leaves = self.table.unplace(row)
         self.index.forget(row)
-        if leaf != NO_PARENT:
+        for leaf in leaves:
             self.policy.offer(leaf)
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from kvstore.core.events import BlockRemoved, BlockStored, Event, RemovalReason
 from kvstore.core.keys import KVSpec
 from kvstore.core.plans import WriteGrant
 from kvstore.store import Store
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 NUM_SEGMENTS, PAGES_PER_SEGMENT = 3, 6
 CAPACITY = NUM_SEGMENTS * PAGES_PER_SEGMENT * PAGE
@@ -42,7 +42,10 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.generations = np.zeros(CAPACITY // PAGE, np.uint64)
         self.slots = SegmentedSlots(
-            CAPACITY, generations=self.generations, segment_bytes=PAGES_PER_SEGMENT * PAGE, align=PAGE
+            CAPACITY,
+            generations=SharedGenerations(self.generations, PAGE),
+            segment_bytes=PAGES_PER_SEGMENT * PAGE,
+            align=PAGE,
         )
         self.slots.add_segments(NUM_SEGMENTS)
         self.events: list[Event] = []
@@ -274,7 +277,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_knows_what_the_model_knows(self) -> None:
         stats = self.store.stats()
-        (tier,) = stats.tiers
+        tier = stats.tiers[0]
         states = (tier.writing_bytes, tier.ready_bytes, tier.leaving_bytes)
         assert states == tuple(self.model.nbytes(state) for state in ("writing", "ready", "leaving"))
         assert tier.limbo_bytes == self.model.slots_in_limbo_bytes()

@@ -19,7 +19,7 @@ from kvstore.core.errors import PeerUnavailable
 from kvstore.core.keys import KVSpec
 from kvstore.core.plans import Match, NamespaceInfo
 from kvstore.store import Store
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 T = TypeVar("T")
 SEGMENT_BYTES = 64 << 10
@@ -50,7 +50,7 @@ class InProcessSidecar:
     def restart(self) -> None:
         nbytes = self.num_segments * SEGMENT_BYTES
         generations = np.zeros(nbytes // 4096, np.uint64)
-        slots = SegmentedSlots(nbytes, generations=generations, segment_bytes=SEGMENT_BYTES)
+        slots = SegmentedSlots(nbytes, generations=SharedGenerations(generations), segment_bytes=SEGMENT_BYTES)
         slots.add_segments(self.num_segments)
         self.store = Store(pinned=slots)
         self.arena = Arena(next(self._boots).to_bytes(16, "little"), np.zeros(nbytes, np.uint8), generations)

@@ -10,7 +10,7 @@ from kvstore.core.events import Event
 from kvstore.core.keys import KVSpec
 from kvstore.core.plans import ReadGrant, WriteGrant
 from kvstore.store import Store, TierStats
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 PAGE = 4096
 SEGMENT = 16 * PAGE
@@ -27,7 +27,9 @@ class SmallStore:
 
     def __init__(self, *, num_segments: int = 4, ready_segments: int | None = None, **limits: Any) -> None:
         self.generations = np.zeros(num_segments * SEGMENT // PAGE, np.uint64)
-        self.slots = SegmentedSlots(num_segments * SEGMENT, generations=self.generations, segment_bytes=SEGMENT)
+        self.slots = SegmentedSlots(
+            num_segments * SEGMENT, generations=SharedGenerations(self.generations, PAGE), segment_bytes=SEGMENT
+        )
         self.slots.add_segments(num_segments if ready_segments is None else ready_segments)
         self.events: list[Event] = []
         self.store = Store(pinned=self.slots, on_event=self.events.append, **limits)
@@ -88,7 +90,7 @@ class SmallStore:
 
     def tier(self) -> TierStats:
         self.store.check()
-        (tier,) = self.store.stats().tiers
+        tier = self.store.stats().tiers[0]
         used = tier.ready_bytes + tier.writing_bytes + tier.leaving_bytes + tier.limbo_bytes
         assert used + tier.free_bytes == tier.capacity_bytes
         return tier

@@ -29,10 +29,10 @@ class TwoTiers:
         table.move(numbers, WRITING, READY)
         table.refs[numbers] = 0
 
-    def remove(self, table: PlacementTable, row: int) -> int:
-        leaf = table.unplace(row)
+    def remove(self, table: PlacementTable, row: int) -> list[int]:
+        leaves = table.unplace(row)
         self.index.forget(row)
-        return leaf
+        return leaves
 
     def check(self) -> None:
         self.index.check()
@@ -55,8 +55,8 @@ def test_a_row_stays_while_any_tier_has_it_or_a_descendant():
     tiers.place(tiers.nvme, 2)
     tiers.check()
 
-    assert tiers.remove(tiers.pinned, 1) == 0
-    assert tiers.remove(tiers.pinned, 0) == NO_PARENT
+    assert tiers.remove(tiers.pinned, 1) == [0]
+    assert tiers.remove(tiers.pinned, 0) == []
     tiers.check()
     assert tiers.index.num_blocks == 3
 
@@ -76,7 +76,7 @@ def test_a_block_placed_far_below_others_keeps_them_from_being_leaves_across_the
 
     tiers.check()
     assert not tiers.pinned.is_evictable(0)
-    assert tiers.remove(tiers.pinned, 3) == 0
+    assert tiers.remove(tiers.pinned, 3) == [2, 1, 0]
     assert tiers.pinned.is_evictable(0)
     tiers.check()
 
@@ -105,9 +105,9 @@ def test_a_fork_inside_the_gap_counts_once_for_those_above_it():
     tiers.place(tiers.pinned, 5)
 
     tiers.check()
-    assert tiers.remove(tiers.pinned, 3) == NO_PARENT
+    assert tiers.remove(tiers.pinned, 3) == [2]
     tiers.check()
-    assert tiers.remove(tiers.pinned, 5) == 0
+    assert tiers.remove(tiers.pinned, 5) == [4, 1, 0]
     tiers.check()
 
 

@@ -26,7 +26,7 @@ from kvstore.sessions import Sessions
 from kvstore.socket_path import SocketPath
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 from kvstore.transport.frames import Kind, Verb, encode_frame
 
 SPEC = KVSpec(weights="tests", num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16")
@@ -40,7 +40,7 @@ class House:
 
     def __init__(self, path: Path, arena: Arena, *, unverified_drain_s: float = 60.0) -> None:
         loop, clock = asyncio.get_running_loop(), MonotonicClock()
-        slots = SegmentedSlots(arena.nbytes, segment_bytes=SEGMENT_BYTES, generations=arena.generations)
+        slots = SegmentedSlots(arena.nbytes, segment_bytes=SEGMENT_BYTES, generations=SharedGenerations(arena.generations))
         slots.add_segments(arena.num_segments)
         self.path = SocketPath(str(path))
         self.store = Store(pinned=slots)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvstore.core.blocks import Extent, SlotArrays
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 PAGE = 4096
 SEGMENT = 16 * PAGE
@@ -12,7 +12,9 @@ SEGMENT = 16 * PAGE
 
 def make_slots(num_segments: int, ready: int) -> tuple[SegmentedSlots, np.ndarray]:
     generations = np.zeros(num_segments * SEGMENT // PAGE, np.uint64)
-    slots = SegmentedSlots(num_segments * SEGMENT, generations=generations, segment_bytes=SEGMENT, align=PAGE)
+    slots = SegmentedSlots(
+        num_segments * SEGMENT, generations=SharedGenerations(generations, PAGE), segment_bytes=SEGMENT, align=PAGE
+    )
     slots.add_segments(ready)
     return slots, generations
 

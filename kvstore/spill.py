@@ -1,0 +1,547 @@
+"""Blocks between RAM and the drives: which are written when, which are read back, what the drives give up.
+
+                    order_reads                              finish: bytes checked
+    nvme READY  ------------------>  pinned ARRIVING  ------------------------------>  pinned READY
+                    _order_write                             finish: bytes written
+    pinned READY ----------------->  nvme WRITING     ------------------------------>  nvme READY, durable soon
+
+Everything here is a decision or the account of one; the I/O is done by whoever takes the orders.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.budget import WriteBudget
+from kvstore.core.blocks import Extent, SlotArrays
+from kvstore.core.events import Event
+from kvstore.core.limits import DRIVE_RETRY_S, MAX_WRITE_BACKLOG_BLOCKS, MAX_WRITES_IN_FLIGHT_BYTES
+from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
+from kvstore.core.plans import TIERS
+from kvstore.core.ports import DriveSlots
+from kvstore.eviction import LeafLru
+from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows, grown
+from kvstore.inventory import Inventory
+from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+
+_CLEAN_FRACTION = 0.25  # of the arena: so much is kept free or already on a drive, ahead of demand
+_EVICTED_AT_ONCE_FRACTION = 1 / 64  # of the drives, when they are full: removals are committed in groups
+_MAX_TOUCHES = 65536  # recency written down at once
+_UNREADABLE_S = 5.0  # a drive that is gone is not promised to anybody for so long
+
+
+class SpillPolicy(NamedTuple):
+    """When a block is written to a drive, and how much may be.
+
+    write_through: when it is committed. write_through_selective: when it is read for the first time, which earns it the
+    write. write_back: before it would be evicted from RAM. Budgets in bytes, 0: none.
+    """
+
+    write_policy: WritePolicy = "write_through"
+    bytes_per_s: int = 0
+    bytes_per_day: int = 0
+
+
+class Orders(NamedTuple):
+    """What is to be done now, in this order: namespaces (id, tenant, canonical spec) made known, removals, moves."""
+
+    namespaces: tuple[tuple[bytes, str, bytes], ...]
+    forgets: tuple[Forget, ...]
+    moves: tuple[Move, ...]
+
+
+class RestoredBlocks(Protocol):
+    """Blocks of one namespace that the drives have, as columns; parents before children (tiers/nvme)."""
+
+    @property
+    def keys(self) -> Sequence[bytes]: ...  # noqa: D102 - see core/moves.BlockRecord
+    @property
+    def parents(self) -> Sequence[bytes]: ...  # noqa: D102
+    @property
+    def offsets(self) -> NDArray[np.int64]: ...  # noqa: D102
+    @property
+    def generations(self) -> NDArray[np.uint64]: ...  # noqa: D102
+    @property
+    def checksums(self) -> NDArray[np.uint64]: ...  # noqa: D102
+    @property
+    def last_use(self) -> NDArray[np.int64]: ...  # noqa: D102
+    @property
+    def hits(self) -> NDArray[np.uint32]: ...  # noqa: D102
+
+
+class _Flight(NamedTuple):
+    """A move that was ordered and is not done."""
+
+    urgency: Urgency
+    row: int
+    drive: int
+    nbytes: int  # of the slot
+
+
+class Spill:
+    """The moves between `pinned` and the drives. Loop thread only; counts into `counters`.
+
+    A block is written only behind its parent, so that what is on the drives is always a usable prefix. While a block is
+    written it cannot be evicted from RAM, so the writes in flight are limited in bytes; what waits (`backlog`) pins nothing,
+    is limited in blocks, and is looked at again when its turn comes.
+
+    `give_up(row)` is called before a block that was on its way is taken back: nobody may hold it afterwards.
+    """
+
+    def __init__(
+        self,
+        pinned: Inventory,
+        slots: DriveSlots,
+        policy: SpillPolicy,
+        *,
+        counters: dict[str, int],
+        give_up: Callable[[int], None],
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        self._index: BlockIndex = pinned.index
+        self.pinned = pinned
+        self.nvme = Inventory(TIERS[1], self._index, slots, LeafLru, on_event, upper=pinned, release=self._retire)
+        self.active = False
+        self._slots = slots
+        self._policy = policy
+        self._budget = WriteBudget(bytes_per_s=policy.bytes_per_s, bytes_per_day=policy.bytes_per_day)
+        self._counters = counters
+        self._give_up = give_up
+        self._checksums = np.empty(0, np.uint64)  # by row, of blocks on the drives
+        self._dirty = LeafLru(self._index, _DirtyLeaves(pinned.table, self.nvme.table))
+        pinned.tell(self._dirty)
+        self._backlog: deque[tuple[int, bytes]] = deque()  # row and key: the row may be another block's by then
+        self._flights: dict[int, _Flight] = {}
+        self._num_moves = 0
+        self._writing_bytes = 0
+        self._retired: dict[tuple[int, int], Forget] = {}  # by offset and generation: removals that are not durable yet
+        self._quarantined: dict[int, Extent] = {}  # by offset
+        self._orphans: list[tuple[Extent, Forget]] = []  # found at recovery
+        self._moves: list[Move] = []
+        self._forgets: list[Forget] = []
+        self._namespaces: list[tuple[bytes, str, bytes]] = []
+        self._told: set[bytes] = set()  # namespaces that the drives know
+        self._pauses: dict[int, _Pause] = {}  # of drives that refused a write
+        self._unreadable_until_s: dict[int, float] = {}
+        self._flushed_sequence = self._index.sequence
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Slots that are not used any more."""
+        return sum(extent.nbytes for extent in self._quarantined.values())
+
+    @property
+    def num_reads_in_flight(self) -> int:
+        """Blocks on their way to RAM."""
+        return sum(flight.urgency is not Urgency.WRITE for flight in self._flights.values())
+
+    def grow(self) -> None:
+        """Follow the index's capacity; called after rows were added."""
+        self.pinned.table.grow()
+        self.nvme.table.grow()
+        if len(self._checksums) < self._index.capacity:
+            self._checksums = grown(self._checksums, self._index.capacity)
+
+    # --- start ----------------------------------------------------------------------------------------------------------
+
+    def restore(self, entry: Namespace, blocks: RestoredBlocks) -> None:
+        """Blocks of one namespace that the drives have. Before `start`. One whose parent was dropped meanwhile goes too."""
+        assert not self.active
+        self._told.add(entry.namespace)
+        rows = self._restore_rows(entry, blocks)
+        known, orphans = np.flatnonzero(rows != NO_PARENT), np.flatnonzero(rows == NO_PARENT)
+        nbytes = entry.spec.block_nbytes
+        for i in orphans.tolist():
+            extent = Extent(int(blocks.offsets[i]), entry.slot_nbytes, int(blocks.generations[i]))
+            forget = Forget(entry.namespace, blocks.keys[i], extent.offset, nbytes, extent.generation)
+            self._orphans.append((extent, forget))
+        self._slots.restore(nbytes, SlotArrays(blocks.offsets[orphans], blocks.generations[orphans]))
+        rows = rows[known]
+        self.nvme.restore(entry, rows, SlotArrays(blocks.offsets[known], blocks.generations[known]))
+        self._checksums[rows] = blocks.checksums[known]
+        self._index.restore_use(rows, blocks.last_use[known], blocks.hits[known])
+        self._counters["restored_blocks_total"] += len(rows)
+
+    def restore_quarantined(self, offset: int, nbytes: int) -> None:
+        """A slot that is not to be used. Before `start`."""
+        slots = SlotArrays(np.array([offset], np.int64), np.zeros(1, np.uint64))
+        self._slots.restore(nbytes, slots)
+        self._quarantined[offset] = Extent(offset, self._slots.slot_nbytes(nbytes), 0)
+
+    def start(self, written: Mapping[int, int], wall_offset_s: float) -> None:
+        """All is restored and the drives' segments are added: move blocks from now on. The arguments are WriteBudget's."""
+        assert not self.active
+        self.active = True
+        self._budget.start(written, wall_offset_s)
+        for extent in self._quarantined.values():
+            self._slots.to_limbo(extent)
+        for extent, forget in self._orphans:
+            self._slots.to_limbo(extent)
+            self._retired[forget.offset, forget.generation] = forget
+            self._forgets.append(forget)
+        self._orphans.clear()
+        for row in np.flatnonzero(self.nvme.table.state == READY).tolist():
+            self.nvme.policy.offer(row)
+
+    def _restore_rows(self, entry: Namespace, blocks: RestoredBlocks) -> Rows:
+        """A row for each block, found or added; -1 for those whose parent is not known (any more)."""
+        rows = self._index.find_all(entry, blocks.keys)
+        unknown = np.flatnonzero(rows == NO_PARENT).tolist()
+        fresh = self._index.new_rows(len(unknown)).tolist()
+        self.grow()
+        parents: list[int] = []
+        added: dict[bytes, int] = {}
+        for i in unknown:
+            parent = blocks.parents[i]
+            parent_row = added.get(parent, entry.rows.get(parent, NO_PARENT)) if parent else NO_PARENT
+            if parent and parent_row == NO_PARENT:
+                continue
+            rows[i] = added[blocks.keys[i]] = fresh[len(added)]
+            parents.append(parent_row)
+        self._index.free_new_rows(fresh[len(added) :])
+        self._index.add(entry, list(added), np.array(parents, np.int64), np.array(fresh[: len(added)], np.int64))
+        return rows
+
+    # --- questions ------------------------------------------------------------------------------------------------------
+
+    def readable(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of the rows a drive can give."""
+        table = self.nvme.table
+        if not self.active:
+            return np.zeros(len(rows), np.bool_)
+        found: NDArray[np.bool_] = table.state[rows] == READY
+        if self._unreadable_until_s:
+            found &= ~np.isin(table.offset[rows] >> DRIVE_SHIFT, list(self._unreadable_until_s))
+        return found
+
+    # --- what happens in RAM --------------------------------------------------------------------------------------------
+
+    def on_stored(self, rows: Rows) -> None:
+        """Blocks were committed."""
+        if self._policy.write_policy == "write_through":
+            self._want_written(rows)
+
+    def on_read(self, rows: Rows) -> None:
+        """Blocks in RAM were leased to a reader."""
+        if self._policy.write_policy == "write_through_selective":
+            self._want_written(rows[self.pinned.table.state[rows] == READY])
+
+    def order_reads(self, entry: Namespace, rows: Rows, urgency: Urgency) -> None:
+        """Bring blocks that a drive can give and that have no copy in RAM; there is room for them. They are ARRIVING."""
+        self.pinned.place(entry, rows, ARRIVING)
+        self.nvme.ref(rows)
+        self._order(entry, rows, urgency)
+
+    def drop(self, entry: Namespace, rows: Rows) -> None:
+        """As Inventory.drop, for the drives."""
+        self.nvme.drop(entry, rows)
+
+    def tick(self, now_s: float) -> None:
+        """Twice a second or so: write ahead of demand, and try again what was put off."""
+        if not self.active:
+            return
+        for drive, pause in self._pauses.items():
+            if pause.until_s <= now_s:
+                self._slots.set_open(drive, is_open=True)
+        self._unreadable_until_s = {
+            drive: until_s for drive, until_s in self._unreadable_until_s.items() if until_s > now_s
+        }
+        if self._policy.write_policy != "write_through_selective" and not self._backlog:
+            self._clean_ahead()
+
+    # --- orders ---------------------------------------------------------------------------------------------------------
+
+    def take_orders(self, now_s: float) -> Orders:
+        """What is to be done now, writes that can begin among it."""
+        if self._backlog and self.active:
+            self._begin_writes(now_s)
+        orders = Orders(tuple(self._namespaces), tuple(self._forgets), tuple(self._moves))
+        if any(orders):
+            self._namespaces, self._forgets, self._moves = [], [], []
+        return orders
+
+    def take_touches(self) -> list[Touch]:
+        """Recency of blocks on the drives that changed since it was last asked; at most _MAX_TOUCHES, the rest next time."""
+        index, table = self._index, self.nvme.table
+        rows = index.used_since(self._flushed_sequence)
+        rows = rows[table.state[rows] == READY]
+        rows = rows[np.argsort(index.last_use[rows])][:_MAX_TOUCHES]
+        self._flushed_sequence = int(index.last_use[rows[-1]]) if len(rows) == _MAX_TOUCHES else index.sequence
+        return [
+            Touch(
+                index.namespace_of(row).namespace,
+                index.keys[row],
+                table.offset_at[row],
+                index.last_use_at[row],
+                index.hits_at[row],
+            )
+            for row in rows.tolist()
+        ]
+
+    def finish_move(self, done: MoveDone, now_s: float) -> int:
+        """A move has ended; which row it moved."""
+        flight = self._flights.pop(done.move_id)
+        if flight.urgency is Urgency.WRITE:
+            self._writing_bytes -= flight.nbytes
+            self._finish_write(flight, done, now_s)
+        elif done.problem is None:
+            self._finish_read(flight.row)
+        else:
+            self._fail_read(flight, done.problem, now_s)
+        return flight.row
+
+    def finish_forgets(self, forgets: Sequence[Forget]) -> None:
+        """Removals have become durable: their slots are free, but for the quarantined ones."""
+        for forget in forgets:
+            if self._retired.pop((forget.offset, forget.generation), None) is not None:
+                self._slots.free(Extent(forget.offset, forget.nbytes, forget.generation))
+
+    def check(self) -> None:
+        """I3 on the drives, and that every move holds what it moves."""
+        self.nvme.check()
+        pinned, nvme = self.pinned.table, self.nvme.table
+        retired = sum(self._slots.slot_nbytes(forget.nbytes) for forget in self._retired.values())
+        assert not self.active or retired + self.quarantined_bytes == self._slots.limbo_bytes
+        reads = [flight.row for flight in self._flights.values() if flight.urgency is not Urgency.WRITE]
+        writes = [flight.row for flight in self._flights.values() if flight.urgency is Urgency.WRITE]
+        refs = np.zeros(len(nvme.refs), np.int64)
+        np.add.at(refs, reads + writes, 1)
+        assert (refs == nvme.refs).all()
+        assert np.isin(pinned.state[reads], (ARRIVING, LEAVING)).all()
+        assert np.isin(pinned.state[writes], (READY, LEAVING)).all()
+        assert np.isin(nvme.state[reads], (READY, LEAVING)).all()
+        assert np.isin(nvme.state[writes], (WRITING, LEAVING)).all()
+        assert set(np.flatnonzero(pinned.state == ARRIVING).tolist()) <= set(reads)
+        assert self._writing_bytes == sum(self._flights[i].nbytes for i in self._flights if self._is_write(i))
+
+    def rows_in_flight(self) -> list[int]:
+        """Rows whose copy in RAM a move holds; for Store.check."""
+        return [flight.row for flight in self._flights.values()]
+
+    # --- writing --------------------------------------------------------------------------------------------------------
+
+    def _want_written(self, rows: Rows) -> None:
+        keys = self._index.keys
+        for row in rows[self.nvme.table.state[rows] == NONE].tolist():
+            if len(self._backlog) == MAX_WRITE_BACKLOG_BLOCKS:
+                self._backlog.popleft()
+                self._counters["skipped_writes_backlog_total"] += 1
+            self._backlog.append((row, keys[row]))
+
+    def _begin_writes(self, now_s: float) -> None:
+        """Order writes from the backlog until something has to be waited for: moves in flight, the budget, or slots."""
+        while self._backlog and self._writing_bytes < MAX_WRITES_IN_FLIGHT_BYTES and self._slots.num_open:
+            row, key = self._backlog[0]
+            chain = self._unwritten_chain(row, key)
+            if not chain:
+                self._backlog.popleft()
+                continue
+            entry = self._index.namespace_of(row)
+            num_free = self._slots.num_free(entry.slot_nbytes)
+            if not num_free:
+                if self._retired or self._evict_for(entry, chain[0]):
+                    return
+                self._backlog.popleft()
+                self._counters["skipped_writes_no_space_total"] += 1
+                continue
+            if not self._order_writes(entry, chain[:num_free], now_s):
+                return
+
+    def _order_writes(self, entry: Namespace, chain: list[int], now_s: float) -> bool:
+        """Begin to write a chain, head first; False when the budget is used up."""
+        in_flight = self._writing_bytes
+        taken: list[int] = []
+        for row in chain:
+            if in_flight >= MAX_WRITES_IN_FLIGHT_BYTES or not self._budget.allows(entry.slot_nbytes, now_s):
+                break
+            self._budget.spend(entry.slot_nbytes, now_s)
+            in_flight += entry.slot_nbytes
+            taken.append(row)
+        if not taken:
+            return False
+        self._writing_bytes = in_flight
+        rows = np.array(taken, np.int64)
+        if entry.namespace not in self._told:
+            self._told.add(entry.namespace)
+            self._namespaces.append((entry.namespace, entry.tenant, entry.spec.canonical()))
+        self.nvme.place(entry, rows)
+        self.pinned.ref(rows)
+        self._order(entry, rows, Urgency.WRITE)
+        return True
+
+    def _unwritten_chain(self, row: int, key: bytes) -> list[int]:
+        """The block and those of its ancestors that are on no drive, head first. Empty when there is nothing to write, or
+        an ancestor cannot be written now: what is behind it could not be found."""
+        pinned, nvme, parent = self.pinned.table.state_at, self.nvme.table.state_at, self._index.parent_at
+        if self._index.keys[row] != key:
+            return []
+        chain: list[int] = []
+        while row != NO_PARENT and nvme[row] == NONE:
+            if pinned[row] != READY:
+                return []
+            chain.append(row)
+            row = parent[row]
+        return [] if row != NO_PARENT and nvme[row] == LEAVING else chain[::-1]
+
+    def _evict_for(self, entry: Namespace, row: int) -> bool:
+        """Take the coldest blocks from the drives, a good part at once since removals are committed in groups, but not the
+        block that `row` follows. Their slots come back later. Whether there were any."""
+        parent = self._index.parent_at[row]
+        kept = np.array([parent] if parent != NO_PARENT else [], np.int64)
+        self.nvme.ref(kept)
+        count = max(1, int(self._slots.capacity_bytes * _EVICTED_AT_ONCE_FRACTION) // entry.slot_nbytes)
+        num_evicted = self.nvme.evict(count, entry.slot_nbytes).num_blocks
+        self.nvme.unref(kept)
+        self._counters["nvme_evicted_blocks_total"] += num_evicted
+        return num_evicted > 0
+
+    def _clean_ahead(self) -> None:
+        """Enough of the arena is free, or on a drive too, that a burst of puts need not drop what is nowhere else."""
+        slots, pinned, nvme = self.pinned.slots, self.pinned.table, self.nvme.table
+        target = int(slots.capacity_bytes * _CLEAN_FRACTION)
+        safe = slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes
+        if safe >= target:
+            return
+        clean = np.flatnonzero((pinned.state == READY) & np.isin(nvme.state, (READY, WRITING)))
+        sizes = np.array([entry.slot_nbytes for entry in self._index.namespaces], np.int64)
+        safe += int(sizes[self._index.namespace[clean]].sum())
+        while safe < target and (row := self._dirty.next_victim()) is not None:
+            chain = self._unwritten_chain(row, self._index.keys[row])
+            self._want_written(np.array(chain[-1:], np.int64))
+            safe += len(chain) * self._index.namespace_of(row).slot_nbytes
+
+    def _finish_write(self, flight: _Flight, done: MoveDone, now_s: float) -> None:
+        row, rows = flight.row, np.array([flight.row], np.int64)
+        if done.problem is None:
+            self._checksums[row] = done.checksum
+            self._pauses.pop(flight.drive, None)
+            if self.nvme.table.state_at[row] == WRITING:
+                self._counters["demoted_blocks_total"] += 1
+                self.nvme.publish(rows)
+            else:  # dropped meanwhile
+                self.nvme.discard(rows)
+            self.pinned.unref(rows)
+            return
+        self._counters[f"failed_writes_{done.problem}_total"] += 1
+        forget = self._forget(row, done.problem)
+        extent = self.nvme.table.extent(row)
+        self.nvme.to_limbo(rows)
+        if done.problem in BAD_SLOT:
+            self._quarantine(forget, extent)
+        else:
+            self._slots.free(extent)  # the index never heard of it
+        if done.problem is not MoveProblem.STOPPED:
+            self._pause(flight.drive, now_s)
+        self.pinned.unref(rows)
+        self._dirty.offer(row)
+
+    def _pause(self, drive: int, now_s: float) -> None:
+        """Write nothing to a drive for a while, twice as long as the last time."""
+        first_s, longest_s = DRIVE_RETRY_S
+        last = self._pauses.get(drive)
+        if last is not None and last.until_s > now_s:
+            return  # others that were in flight with the one that failed
+        length_s = first_s if last is None else min(2 * last.length_s, longest_s)
+        self._pauses[drive] = _Pause(now_s + length_s, length_s)
+        self._slots.set_open(drive, is_open=False)
+
+    # --- reading --------------------------------------------------------------------------------------------------------
+
+    def _finish_read(self, row: int) -> None:
+        rows = np.array([row], np.int64)
+        table = self.pinned.table
+        self.pinned.slots.announce(table.slots(rows))
+        if table.state_at[row] == ARRIVING:
+            self.pinned.publish(rows)
+        else:  # dropped meanwhile
+            self.pinned.unref(rows)
+        self._counters["promoted_blocks_total"] += 1
+        self.nvme.unref(rows)
+
+    def _fail_read(self, flight: _Flight, problem: MoveProblem, now_s: float) -> None:
+        row, rows = flight.row, np.array([flight.row], np.int64)
+        self._counters[f"failed_reads_{problem}_total"] += 1
+        forget = self._forget(row, problem)
+        extent = self.nvme.table.extent(row)
+        self._give_up(row)
+        self.pinned.discard(rows)
+        if problem in BAD_SLOT:
+            self.nvme.lose(row)
+            self._slots.to_limbo(extent)
+            self._quarantine(forget, extent)
+            return
+        if problem is not MoveProblem.STOPPED:
+            self._unreadable_until_s[flight.drive] = now_s + _UNREADABLE_S
+        self.nvme.unref(rows)
+
+    # --- both -----------------------------------------------------------------------------------------------------------
+
+    def _order(self, entry: Namespace, rows: Rows, urgency: Urgency) -> None:
+        index, nvme = self._index, self.nvme.table
+        arena = self.pinned.table.offset[rows].tolist()
+        for row, arena_offset in zip(rows.tolist(), arena, strict=True):
+            self._num_moves += 1
+            parent = index.parent_at[row]
+            offset = nvme.offset_at[row]
+            record = BlockRecord(
+                entry.namespace,
+                index.keys[row],
+                b"" if parent == NO_PARENT else index.keys[parent],
+                offset,
+                entry.spec.block_nbytes,
+                nvme.generation_at[row],
+                0 if urgency is Urgency.WRITE else int(self._checksums[row]),
+                index.last_use_at[row],
+                index.hits_at[row],
+            )
+            self._flights[self._num_moves] = _Flight(urgency, row, offset >> DRIVE_SHIFT, entry.slot_nbytes)
+            self._moves.append(Move(self._num_moves, urgency, arena_offset, record))
+
+    def _retire(self, rows: Rows) -> None:
+        """Blocks have left the drives: their slots are free when the removal is durable (I8)."""
+        for row in rows.tolist():
+            forget = self._forget(row, None)
+            self._slots.to_limbo(self.nvme.table.extent(row))
+            self._retired[forget.offset, forget.generation] = forget
+            self._forgets.append(forget)
+
+    def _quarantine(self, forget: Forget, extent: Extent) -> None:
+        self._quarantined[extent.offset] = extent
+        self._forgets.append(forget)
+
+    def _forget(self, row: int, problem: MoveProblem | None) -> Forget:
+        entry, table = self._index.namespace_of(row), self.nvme.table
+        return Forget(
+            entry.namespace,
+            self._index.keys[row],
+            table.offset_at[row],
+            entry.spec.block_nbytes,
+            table.generation_at[row],
+            problem,
+        )
+
+    def _is_write(self, move_id: int) -> bool:
+        return self._flights[move_id].urgency is Urgency.WRITE
+
+
+class _Pause(NamedTuple):
+    until_s: float
+    length_s: float
+
+
+class _DirtyLeaves:
+    """Candidates (eviction.py): leaves in RAM that are on no drive."""
+
+    def __init__(self, pinned: PlacementTable, nvme: PlacementTable) -> None:
+        self._pinned = pinned
+        self._nvme = nvme
+
+    def is_evictable(self, row: int) -> bool:
+        """See Candidates."""
+        pinned = self._pinned
+        return pinned.state_at[row] == READY and not pinned.children_at[row] and self._nvme.state_at[row] == NONE
