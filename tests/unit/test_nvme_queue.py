@@ -1,0 +1,120 @@
+"""Which moves of a drive go next and together, and when a sick drive is tried again."""
+
+from faulty_file import PAGE
+
+from kvstore.core.moves import BlockRecord, Move, MoveProblem, Urgency
+from kvstore.tiers.nvme.gate import Gate
+from kvstore.tiers.nvme.move_queue import MoveQueue, slot_nbytes
+
+READ, PREFETCH, WRITE = Urgency
+
+
+def move(urgency: Urgency, page: int, nbytes: int = PAGE) -> Move:
+    return Move(page, urgency, 0, BlockRecord(b"", b"", b"", page * PAGE, nbytes, 1, 0, 0, 0))
+
+
+def take(queue: MoveQueue, *, may_write: bool = True) -> list[int]:
+    return [each.record.offset // PAGE for each in queue.take(may_write=may_write)]
+
+
+def test_a_move_brings_along_those_that_follow_it_on_the_drive():
+    queue = MoveQueue(max_io_bytes=8 * PAGE)
+    queue.push(move(READ, page) for page in (40, 41, 7, 42, 3))
+
+    assert [take(queue) for _ in range(4)] == [[40, 41, 42], [7], [3], []]
+
+
+def test_slots_of_other_sizes_and_tails_of_pages_are_neighbours_too():
+    queue = MoveQueue(max_io_bytes=8 * PAGE)
+    queue.push([move(WRITE, 0, 2 * PAGE - 1), move(WRITE, 3, PAGE), move(WRITE, 2, 1), move(WRITE, 5)])
+
+    assert [take(queue) for _ in range(2)] == [[0, 2, 3], [5]]
+
+
+def test_joining_ends_at_the_largest_io_and_a_larger_block_goes_alone():
+    queue = MoveQueue(max_io_bytes=4 * PAGE)
+    queue.push([move(READ, 0, 3 * PAGE), move(READ, 3, 2 * PAGE), move(READ, 5, 9 * PAGE), move(READ, 14)])
+
+    assert [take(queue) for _ in range(4)] == [[0], [3], [5], [14]]
+
+
+def test_no_io_has_more_ranges_than_the_kernel_takes():
+    queue = MoveQueue(max_io_bytes=4096 * PAGE)
+    queue.push(move(READ, page) for page in range(1500))
+
+    assert [len(take(queue)) for _ in range(2)] == [1024, 476]
+
+
+def test_classes_are_not_joined_and_writes_may_have_to_wait():
+    queue = MoveQueue()
+    queue.push([move(WRITE, 0), move(PREFETCH, 1), move(READ, 2), move(WRITE, 3)])
+
+    assert take(queue, may_write=False) == [2]
+    assert queue.ready(may_write=False)
+    assert take(queue, may_write=False) == [1]
+    assert not queue.ready(may_write=False)
+    assert take(queue, may_write=False) == []
+    assert queue.ready(may_write=True)
+    assert len(queue) == 2
+    assert [each.urgency for each in queue.clear()] == [WRITE, WRITE]
+    assert not queue.ready(may_write=True)
+
+
+def test_a_slot_is_whole_pages():
+    assert [slot_nbytes(move(READ, 0, nbytes)) for nbytes in (1, PAGE, PAGE + 1)] == [PAGE, PAGE, 2 * PAGE]
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gate_closes_after_failures_in_a_row_and_lets_one_through_after_each_pause():
+    gate = Gate(max_failures=2, pauses_s=(1.0, 3.0))
+    first = gate.enter(0.0)
+    assert first is not None
+    assert not gate.failed(first, MoveProblem.EIO, 0.0)
+    assert gate.failed(first, MoveProblem.EIO, 0.0)
+
+    closed_from_s = 0.0
+    for pause_s in (1.0, 2.0, 3.0, 3.0):
+        assert gate.enter(closed_from_s + pause_s - 0.01) is None
+        probe = gate.enter(closed_from_s + pause_s)
+        assert probe is not None
+        assert gate.enter(closed_from_s + pause_s) is None, "one at a time"
+        closed_from_s += pause_s
+        assert not gate.failed(probe, MoveProblem.EIO, closed_from_s), "it was closed already"
+
+    probe = gate.enter(closed_from_s + 3.0)
+    assert probe is not None
+    assert gate.succeeded(probe)
+    assert gate.problem is None
+    again = gate.enter(closed_from_s + 3.0)
+    assert again is not None
+    assert gate.failed(again, MoveProblem.NO_SPACE, 100.0), "the whole drive: at once"
+    assert gate.enter(100.99) is None
+    assert gate.enter(101.0) is not None, "pauses begin anew"
+
+
+def test_tries_that_began_before_the_gate_turned_say_nothing_any_more():
+    gate = Gate(max_failures=1, pauses_s=(1.0, 60.0))
+    together = [gate.enter(0.0) for _ in range(4)]
+    assert together[0] is not None
+    assert gate.failed(together[0], MoveProblem.NO_SPACE, 0.0)
+
+    for ticket in together[1:3]:
+        assert ticket is not None
+        assert not gate.failed(ticket, MoveProblem.NO_SPACE, 0.5)
+    assert together[3] is not None
+    assert not gate.succeeded(together[3])
+
+    assert gate.problem is MoveProblem.NO_SPACE
+    assert gate.enter(1.0) is not None, "the pause is still the first"
+
+
+def test_a_success_in_between_forgives():
+    gate = Gate(max_failures=2)
+    for _ in range(5):
+        ticket = gate.enter(0.0)
+        assert ticket is not None
+        assert not gate.failed(ticket, MoveProblem.SHORT, 0.0)
+        assert not gate.succeeded(ticket)
+    assert gate.problem is None
