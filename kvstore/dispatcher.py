@@ -25,7 +25,8 @@ from kvstore.core.limits import (
     MAX_REQUEST_ID_BYTES,
     MAX_SPECS_PER_HELLO,
 )
-from kvstore.core.plans import NamespaceInfo
+from kvstore.core.plans import TIERS, NamespaceInfo
+from kvstore.mover import Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions
 from kvstore.store import Store
@@ -37,6 +38,7 @@ PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
 MAX_TENANT_BYTES = 256
 MAX_RANK = 65535
+_NVME = TIERS[1]
 _MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
 _U64_NBYTES = 8
 _ORDERS = {number: name for name, number in pb.Order.items()}
@@ -69,7 +71,8 @@ class _Route(NamedTuple):
 
 
 class Dispatcher:
-    """The verbs over one store. `on_leases_changed` is called after every verb that may move the next expiry."""
+    """The verbs over one store. `on_leases_changed` is called after every verb that may move the next expiry; after every verb
+    `mover` carries out what the store ordered of the drives."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Dispatcher:
         clock: Clock,
         lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
         on_leases_changed: Callable[[], None] = lambda: None,
+        mover: Mover | NoMover | None = None,
     ) -> None:
         self._store = store
         self._sessions = sessions
@@ -89,6 +93,7 @@ class Dispatcher:
         self._clock = clock
         self._lease_ttl_s = lease_ttl_s
         self._on_leases_changed = on_leases_changed
+        self._mover = mover or NoMover()
         self._started_s = clock.now_s()
         self.counters: Counter[str] = Counter()
         self._routes = {
@@ -101,6 +106,7 @@ class Dispatcher:
             Verb.ABORT: _Route(self._abort, self._engines),
             Verb.DROP: _Route(self._drop, self._anyone),
             Verb.STATS: _Route(self._stats, self._anyone),
+            Verb.PREFETCH: _Route(self._prefetch, self._anyone),
         }
 
     def parse(self, verb: Verb, body: bytes) -> Message:
@@ -152,7 +158,9 @@ class Dispatcher:
             raise _wrong("verb", "Hello", "it is said once, as the first frame of a connection")
         self.counters[f"calls_{verb.name.lower()}_total"] += 1
         route.who(session)
-        return route.handler(session, request)
+        reply = route.handler(session, request)
+        self._mover.pump()
+        return reply
 
     def error_reply(self, err: KVStoreError) -> pb.ErrorReply:
         """An error as it travels; counted."""
@@ -176,16 +184,22 @@ class Dispatcher:
     def stats(self) -> pb.StatsReply:
         """A snapshot for tools and metrics."""
         stats = self._store.stats()
+        drives = [
+            pb.DriveStats(
+                path=str(drive.path), state=drive.state, reason=drive.reason, capacity_bytes=drive.capacity_bytes
+            )
+            for drive in self._mover.drives()
+        ]
         return pb.StatsReply(
             boot_id=self._boot_id,
             server_version=__version__,
             uptime_s=self._clock.now_s() - self._started_s,
-            tiers=[pb.TierStats(**tier._asdict()) for tier in stats.tiers],
+            tiers=[pb.TierStats(**tier._asdict(), drives=drives if tier.name == _NVME else ()) for tier in stats.tiers],
             num_blocks=stats.num_blocks,
             num_namespaces=stats.num_namespaces,
             num_sessions=len(self._sessions),
             num_leases=stats.num_leases,
-            counters={**stats.counters, **self.counters},
+            counters={**stats.counters, **self._mover.counters(), **self.counters},
         )
 
     # --- verbs --------------------------------------------------------------------------------------------------------
@@ -198,8 +212,7 @@ class Dispatcher:
     def _acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
         keys = self._keys(session, request.namespace, request.keys)
         _check_request_id(request.request_id)
-        if request.first_needed > len(keys):
-            raise _wrong("first_needed", request.first_needed, f"{len(keys)} keys are given")
+        _check_first_needed(request.first_needed, keys)
         for field in ("compute_wait_s", "deadline_s"):
             _check_duration(field, getattr(request, field))
         _check_enum("order", request.order, _ORDERS)
@@ -220,9 +233,15 @@ class Dispatcher:
             num_blocks=grant.num_blocks,
             offsets=grant.slots.offsets.tobytes(),
             generations=grant.slots.generations.tobytes(),
-            ready=b"\x01" * len(grant.slots.offsets),
+            ready=grant.ready,
             boot_id=self._boot_id,
         )
+
+    def _prefetch(self, session: Session, request: pb.PrefetchRequest) -> pb.PrefetchReply:
+        keys = self._keys(session, request.namespace, request.keys)
+        _check_first_needed(request.first_needed, keys)
+        prefetch = self._store.prefetch(request.namespace, keys, request.first_needed, self._clock.now_s())
+        return pb.PrefetchReply(num_blocks=prefetch.num_blocks, num_started=prefetch.num_started, boot_id=self._boot_id)
 
     def _release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         _check_enum("outcome", request.outcome, _OUTCOMES)
@@ -348,6 +367,7 @@ _REQUESTS: dict[Verb, type[Message]] = {
     Verb.ABORT: pb.AbortRequest,
     Verb.DROP: pb.DropRequest,
     Verb.STATS: pb.StatsRequest,
+    Verb.PREFETCH: pb.PrefetchRequest,
 }
 
 
@@ -411,6 +431,11 @@ def _check_request_id(request_id: str) -> None:
     nbytes = len(request_id.encode())
     if not 0 < nbytes <= MAX_REQUEST_ID_BYTES:
         raise _wrong("request_id", f"{nbytes} bytes", f"use 1 to {MAX_REQUEST_ID_BYTES}")
+
+
+def _check_first_needed(first_needed: int, keys: list[bytes]) -> None:
+    if first_needed > len(keys):
+        raise _wrong("first_needed", first_needed, f"{len(keys)} keys are given")
 
 
 def _check_duration(field: str, value_s: float) -> None:

@@ -10,11 +10,13 @@ from kvstore.counters import COUNTERS
 from kvstore.proto import kvstore_pb2 as pb
 
 _STATES = ("ready", "writing", "leaving", "limbo", "quarantined", "free")
-_LABELLED = re.compile(r"(calls|errors|nvme_problems)_(\w+)_total")
+_LABELLED = re.compile(r"(calls|errors|failed_reads|failed_writes|nvme_problems)_(\w+)_total")
 _LABELS = {
     "calls": ("verb", "Requests served or refused."),
     "errors": ("code", "Requests answered with an error."),
-    "nvme_problems": ("reason", "Reads, writes and commits that failed on a drive."),
+    "failed_reads": ("reason", "Blocks that a drive could not give back."),
+    "failed_writes": ("reason", "Blocks that a drive did not take."),
+    "nvme_problems": ("reason", "Reads, writes and commits that failed on a drive, retries among them."),
 }
 DRIVE_STATES = ("recovering", "ready", "degraded", "off")
 """States of a drive, as they travel."""

@@ -12,17 +12,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvstore.core.clock import Clock
+from kvstore.core.errors import Overloaded
+from kvstore.core.keys import KVSpec
 from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import Forget, Move, MoveDone, MoveProblem, Touch
 from kvstore.store import Store
 
 if TYPE_CHECKING:
-    from kvstore.tiers.nvme.tier import DriveHealth, Recovered, RecoveredBlocks
+    from kvstore.tiers.nvme.recovery import Recovered, RecoveredBlocks
+    from kvstore.tiers.nvme.tier import DriveHealth
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +44,15 @@ class Drives(Protocol):
         """What is on the drives. Blocks."""
         ...
 
-    def submit(self, moves: Sequence[Move]) -> None:
+    def submit(self, moves: Iterable[Move]) -> None:
         """Carry them out; each is reported once."""
         ...
 
-    def forget(self, forgets: Sequence[Forget]) -> None:
+    def forget(self, forgets: Iterable[Forget]) -> None:
         """Remove entries; each is reported when that is durable."""
         ...
 
-    def touch(self, touches: Sequence[Touch]) -> None:
+    def touch(self, touches: Iterable[Touch]) -> None:
         """Write recency down; not reported."""
         ...
 
@@ -61,8 +64,8 @@ class Drives(Protocol):
         """How each drive is."""
         ...
 
-    def close(self, deadline_s: float) -> None:
-        """Commit what is written. Blocks; no report after it returns."""
+    def close(self, deadline_s: float) -> bool:
+        """Commit what is written. Blocks; no report after it returns. False: not by the deadline."""
         ...
 
 
@@ -102,7 +105,10 @@ class Mailbox(Generic[T]):
 
 
 class NoMover:
-    """Where there are no drives: nothing is ordered, nothing comes."""
+    """Where there are no drives, or none that can be used: nothing is ordered, nothing comes."""
+
+    def __init__(self, drives: "tuple[DriveHealth, ...]" = ()) -> None:
+        self._drives = drives
 
     def start(self) -> None:
         """Nothing to recover."""
@@ -111,8 +117,8 @@ class NoMover:
         """Nothing to order."""
 
     def drives(self) -> "tuple[DriveHealth, ...]":
-        """None."""
-        return ()
+        """Those that cannot be used."""
+        return self._drives
 
     def counters(self) -> Mapping[str, int]:
         """None."""
@@ -210,10 +216,8 @@ class Mover:
         left_s = max(0.0, until_s - self._loop.time())
         closing = in_daemon_thread("kvstore-nvme-close", lambda: self._tier.close(left_s))
         done, _ = await asyncio.wait([closing], timeout=left_s + _CLOSE_GRACE_S)
-        if not done:
+        if not done or not closing.result():
             logger.warning("drives not closed within %g s; what was not committed is lost", deadline_s)
-        elif (err := closing.exception()) is not None:
-            logger.error("drives not closed", exc_info=err)
 
     # --- reports --------------------------------------------------------------------------------------------------------
 
@@ -268,15 +272,24 @@ class Mover:
         """Into the store, a slice at a time, with other work of the loop in between; how many blocks."""
         num_blocks = 0
         for blocks in recovered.namespaces:
-            for start in range(0, len(blocks.keys), RESTORE_SLICE_BLOCKS):
-                self._store.restore(_slice(blocks, start, start + RESTORE_SLICE_BLOCKS), self._clock.now_s())
-                await asyncio.sleep(0)
-            num_blocks += len(blocks.keys)
+            num_blocks += await self._restore_namespace(blocks)
         for offset, nbytes in recovered.quarantined:
-            self._store.quarantine_at_start(offset, nbytes)
+            self._store.restore_quarantined(offset, nbytes)
         self._on_recovered(recovered)
         self._store.start_spilling(recovered.written, self._wall_s() - self._clock.now_s())
         return num_blocks
+
+    async def _restore_namespace(self, blocks: "RecoveredBlocks") -> int:
+        spec = KVSpec.from_canonical(blocks.canonical)
+        try:
+            for start in range(0, len(blocks.keys), RESTORE_SLICE_BLOCKS):
+                self._store.restore(spec, blocks.tenant, _slice(blocks, start, start + RESTORE_SLICE_BLOCKS))
+                await asyncio.sleep(0)
+        except Overloaded as err:  # by the first slice, of too many namespaces: as if these blocks had been evicted
+            logger.warning("%d blocks on the drives given up: %s", len(blocks.keys), err.message)
+            self._tier.forget(_forgets(spec.namespace(blocks.tenant), blocks))
+            return 0
+        return len(blocks.keys)
 
     async def _stop_recovery(self, deadline_s: float) -> bool:
         """Whether nothing of it runs any more."""
@@ -314,3 +327,11 @@ def _slice(blocks: "RecoveredBlocks", start: int, stop: int) -> "RecoveredBlocks
         last_use=blocks.last_use[start:stop],
         hits=blocks.hits[start:stop],
     )
+
+
+def _forgets(namespace: bytes, blocks: "RecoveredBlocks") -> list[Forget]:
+    columns = blocks.keys, blocks.offsets.tolist(), blocks.generations.tolist()
+    return [
+        Forget(namespace, key, offset, blocks.nbytes, generation)
+        for key, offset, generation in zip(*columns, strict=True)
+    ]

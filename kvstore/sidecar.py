@@ -2,9 +2,10 @@
 
     main thread    the brain loop (uvloop): store, sessions, local socket. Alone owns all state
     fault          takes memory for the arena, a segment at a time, and hands each over to the loop
+    nvme           the drives' I/O and their indexes; recovery
     gRPC, metrics  threads of their own that post to the loop
 
-Start: claim the socket path, open the arena (no memory yet), answer Hello; everything slow comes behind that.
+Start: claim the socket path, open the arena (no memory yet) and the drives, answer Hello; everything slow comes behind that.
 """
 
 import asyncio
@@ -15,30 +16,42 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from kvstore.config import Config, arena_nbytes, default_socket_path, format_size
+from kvstore.core.blocks import NO_SLOTS
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import TierIOError
 from kvstore.core.limits import GRPC_CALL_DEADLINE_S, STOP_DEADLINE_S
+from kvstore.core.moves import Forget, MoveDone
 from kvstore.dispatcher import Dispatcher
 from kvstore.loop_calls import call_on_loop
+from kvstore.mover import Mailbox, Mover, NoMover, in_daemon_thread
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server import LocalServer
 from kvstore.sessions import Sessions
 from kvstore.socket_path import SocketPath
+from kvstore.spill import SpillPolicy, WritePolicy
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.host_memory import available_memory_bytes
-from kvstore.tiers.slots import SegmentedSlots
+from kvstore.tiers.slots import CountedGenerations, SegmentedSlots, SharedGenerations
+from kvstore.tiers.striped import StripedSlots
 
 if TYPE_CHECKING:
     from kvstore.grpc_server import GrpcServer
+    from kvstore.tiers.nvme.recovery import Recovered
+    from kvstore.tiers.nvme.tier import DriveHealth, NvmeTier
 
 logger = logging.getLogger(__name__)
 
 BOOT_ID_NBYTES = 16
 _GRPC_GRACE_S = 1.0  # for calls under way at the stop
+_MIN_CLOSE_S = 1.0  # for the drives, whatever the others took of STOP_DEADLINE_S
+_OPEN_DEADLINE_S = 30.0  # for drives that hang, or take that long to give their space; then RAM is served without them
 
 
 class Sidecar:
@@ -54,6 +67,7 @@ class Sidecar:
         self._path = SocketPath(config.socket or default_socket_path())
         self._arena = Arena(arena_nbytes(config, available_memory_bytes()), segment_bytes=config.segment_bytes)
         self._stopping = threading.Event()
+        self._stop_by_s = 0.0
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises ConfigError before anything is served."""
@@ -69,22 +83,33 @@ class Sidecar:
             self._path.release()
 
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-        slots = SegmentedSlots(arena.nbytes, segment_bytes=arena.segment_bytes, generations=arena.generations)
-        store = Store(pinned=slots, limbo_fraction=self._config.limbo_fraction)
-        sessions = Sessions(store, loop=loop, clock=self._clock, unverified_drain_s=self._config.unverified_drain_s)
-        expiry = _ExpiryTimer(store, loop, self._clock)
+        config = self._config
+        drives = _Drives(config, arena, loop)
+        if config.nvme:
+            await drives.open()
+        slots = SegmentedSlots(
+            arena.nbytes, segment_bytes=arena.segment_bytes, generations=SharedGenerations(arena.generations)
+        )
+        store = Store(
+            pinned=slots, nvme=drives.slots, spill=_spill_policy(config), limbo_fraction=config.limbo_fraction
+        )
+        mover = drives.mover(store, self._clock)
+        sessions = Sessions(store, loop=loop, clock=self._clock, unverified_drain_s=config.unverified_drain_s)
+        expiry = _ExpiryTimer(store, mover, loop, self._clock)
         dispatcher = Dispatcher(
             store=store,
             sessions=sessions,
             arena=arena,
             boot_id=self._boot_id,
             clock=self._clock,
-            lease_ttl_s=self._config.lease_ttl_s,
+            lease_ttl_s=config.lease_ttl_s,
             on_leases_changed=expiry.arm,
+            mover=mover,
         )
         descriptors = (arena.fd, arena.generations_fd)
         server = LocalServer(self._path, dispatcher=dispatcher, sessions=sessions, descriptors=descriptors)
         await server.start()
+        mover.start()
         faulting = threading.Thread(target=self._fault, args=(arena, slots, loop), name="kvstore-fault", daemon=True)
         faulting.start()
         try:
@@ -92,15 +117,17 @@ class Sidecar:
                 await self._start_others(others, dispatcher, sessions, loop)
                 self._on_ready(
                     f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} "
-                    f"boot_id={self._boot_id.hex()}"
+                    f"{drives}boot_id={self._boot_id.hex()}"
                 )
                 await stop.wait()
                 logger.info("stopping")
+                self._stop_by_s = loop.time() + STOP_DEADLINE_S
         finally:
             self._stopping.set()
             await server.close()
             sessions.close()
             expiry.cancel()
+            await mover.stop(max(_MIN_CLOSE_S, self._stop_by_s - loop.time()))
             await asyncio.to_thread(faulting.join, STOP_DEADLINE_S)
 
     async def _start_others(
@@ -145,6 +172,83 @@ class Sidecar:
         logger.info("arena faulted size=%s", format_size(arena.nbytes))
 
 
+class _Drives:
+    """The NVMe tier and its slots; without directories there is none. Loop thread."""
+
+    def __init__(self, config: Config, arena: Arena, loop: asyncio.AbstractEventLoop) -> None:
+        self._config = config
+        self._arena = arena
+        self._loop = loop
+        self._moved: Mailbox[MoveDone] = Mailbox(loop)
+        self._forgotten: Mailbox[Forget] = Mailbox(loop)
+        self._generations = CountedGenerations()
+        self._tier: NvmeTier | None = None
+        self._hung: tuple[DriveHealth, ...] = ()
+        self._each: list[SegmentedSlots] = []
+        self.slots: StripedSlots | None = None
+
+    def __str__(self) -> str:
+        """For the line that says that we are ready."""
+        sizes = ",".join(format_size(nbytes) for nbytes in self._tier.drive_nbytes) if self._tier else ""
+        return f"nvme={sizes} " if sizes else ""
+
+    async def open(self) -> None:
+        """Take the directories. Raises ConfigError. When a drive hangs, there are none, which is seen in readiness."""
+        from kvstore.tiers.nvme.tier import DriveHealth, NvmeTier
+
+        paths = [Path(directory) for directory in self._config.nvme]
+        tier = NvmeTier(
+            paths,
+            self._config.nvme_bytes,
+            segment_bytes=self._arena.segment_bytes,
+            arena=self._arena.memory,
+            on_moved=self._moved.put,
+            on_forgotten=self._forgotten.put,
+        )
+        opening = in_daemon_thread("kvstore-nvme-open", tier.open)
+        done, _ = await asyncio.wait([opening], timeout=_OPEN_DEADLINE_S)
+        if done:
+            opening.result()
+            self._tier = tier
+            self._each = [self._make_slots(nbytes) for nbytes in tier.drive_nbytes]
+        else:
+            reason = f"not open within {_OPEN_DEADLINE_S:g} s"
+            logger.error("drives are off reason=%s", reason)
+            self._hung = tuple(DriveHealth(path, "off", reason, 0, {}) for path in paths)
+        self.slots = StripedSlots(self._each)
+
+    def mover(self, store: Store, clock: Clock) -> Mover | NoMover:
+        """Between the store and the tier, if there is one."""
+        if self._tier is None:
+            return NoMover(self._hung)
+        return Mover(
+            store,
+            self._tier,
+            moved=self._moved,
+            forgotten=self._forgotten,
+            loop=self._loop,
+            clock=clock,
+            on_recovered=self._on_recovered,
+        )
+
+    def _make_slots(self, nbytes: int) -> SegmentedSlots:
+        return SegmentedSlots(nbytes, segment_bytes=self._arena.segment_bytes, generations=self._generations)
+
+    def _on_recovered(self, recovered: "Recovered") -> None:
+        """What is not in use is free, but on drives that are off."""
+        assert self._tier is not None
+        assert self.slots is not None
+        self._generations.restore(NO_SLOTS._replace(generations=np.array([recovered.next_generation - 1], np.uint64)))
+        for number, nbytes in enumerate(self._tier.drive_nbytes):
+            self._each[number].add_segments(nbytes // self._arena.segment_bytes)
+            self.slots.set_open(number, is_open=nbytes > 0)
+
+
+def _spill_policy(config: Config) -> SpillPolicy:
+    policy = cast("WritePolicy", config.nvme_write_policy)
+    return SpillPolicy(policy, config.nvme_write_bytes_per_s, config.nvme_write_bytes_per_day)
+
+
 def _start_grpc(*args: Any, **kwargs: Any) -> "GrpcServer":
     """In a thread: the import alone would hold up the loop for 60 ms."""
     from kvstore.grpc_server import GrpcServer
@@ -157,8 +261,9 @@ def _start_grpc(*args: Any, **kwargs: Any) -> "GrpcServer":
 class _ExpiryTimer:
     """Wakes the loop when the next lease is due, and not before."""
 
-    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+    def __init__(self, store: Store, mover: Mover | NoMover, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
         self._store = store
+        self._mover = mover
         self._loop = loop
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -183,4 +288,5 @@ class _ExpiryTimer:
         self._timer = None
         if num_expired := self._store.expire(self._clock.now_s()):
             logger.info("leases expired count=%d", num_expired)
+            self._mover.pump()
         self.arm()

@@ -177,6 +177,10 @@ def acquire(**changes: object) -> pb.AcquireRequest:
     return pb.AcquireRequest(**{"request_id": "r", "namespace": NAMESPACE, "keys": b"".join(KEYS)} | changes)
 
 
+def prefetch(**changes: object) -> pb.PrefetchRequest:
+    return pb.PrefetchRequest(**{"namespace": NAMESPACE, "keys": b"".join(KEYS)} | changes)
+
+
 CALLS = [
     (Verb.MATCH, match(namespace=b""), "RemoteProtocolError", "namespace"),
     (Verb.MATCH, match(namespace=OTHER_SPEC.namespace()), "SpecMismatch", "namespace"),
@@ -190,6 +194,11 @@ CALLS = [
     (Verb.ACQUIRE, acquire(ttl_s=float("inf")), "RemoteProtocolError", "ttl_s"),
     (Verb.ACQUIRE, acquire(deadline_s=float("nan")), "RemoteProtocolError", "deadline_s"),
     (Verb.ACQUIRE, acquire(order=9), "RemoteProtocolError", "order"),
+    (Verb.PREFETCH, prefetch(namespace=b"short"), "RemoteProtocolError", "namespace"),
+    (Verb.PREFETCH, prefetch(namespace=OTHER_SPEC.namespace()), "SpecMismatch", "namespace"),
+    (Verb.PREFETCH, prefetch(keys=b"x" * 15), "SpecMismatch", "keys"),
+    (Verb.PREFETCH, prefetch(keys=bytes(16 * 65537)), "Overloaded", "MAX_KEYS_PER_CALL"),
+    (Verb.PREFETCH, prefetch(first_needed=5), "RemoteProtocolError", "first_needed"),
     (Verb.RELEASE, pb.ReleaseRequest(lease_id=1 << 60, outcome=pb.LOADED), "UnknownLease", ""),
     (Verb.RELEASE, pb.ReleaseRequest(lease_id=0, outcome=pb.LOADED), "UnknownLease", ""),
     (Verb.RELEASE, pb.ReleaseRequest(lease_id=1), "RemoteProtocolError", "outcome"),
@@ -224,6 +233,16 @@ def test_a_wrong_field_is_named_and_the_session_goes_on(
     assert not field or field in (error.fields.get("field"), error.fields.get("limit"))
     assert field in error.message or error.code == "Overloaded"
     assert caller.ask(Verb.MATCH, match()) == pb.MatchReply(boot_id=error.boot_id)
+
+
+def test_a_prefetch_of_what_is_not_held_starts_nothing(caller: LocalCaller | GrpcCaller) -> None:
+    assert isinstance(caller.ask(Verb.HELLO, hello()), pb.HelloReply)
+
+    for request in (prefetch(), prefetch(keys=b""), prefetch(first_needed=len(KEYS))):
+        reply = caller.ask(Verb.PREFETCH, request)
+
+        assert isinstance(reply, pb.PrefetchReply)
+        assert (reply.num_blocks, reply.num_started) == (0, 0)
 
 
 WRITES = [

@@ -124,7 +124,7 @@ def test_every_flipped_header_bit_is_an_error_or_another_valid_header() -> None:
     [
         ("01008000 02 00 0000 01000000", "length"),  # MAX_FRAME_BYTES + 1
         ("00000000 00 00 0000 01000000", "verb"),
-        ("00000000 0b 00 0000 01000000", "verb"),
+        ("00000000 0c 00 0000 01000000", "verb"),
         ("00000000 02 01 0000 01000000", "kind"),  # a reply to a server
         ("00000000 02 04 0000 01000000", "kind"),
         ("00000000 02 00 0001 01000000", "zero"),

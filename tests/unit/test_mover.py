@@ -11,14 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from small_store import spec
 
 from kvstore.core.clock import ManualClock
+from kvstore.core.errors import Overloaded
+from kvstore.core.keys import KVSpec
 from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
 from kvstore.mover import Mailbox, Mover, NoMover
 
 DEADLINE_S = 10.0
-NAMESPACE = b"namespace".ljust(16)
+SPEC = spec()
+NAMESPACE = SPEC.namespace("tenant")
 FORGET = Forget(NAMESPACE, b"k" * 16, 0, 4096, 7)
 TOUCH = Touch(NAMESPACE, b"k" * 16, 0, 5, 2)
 
@@ -71,8 +75,8 @@ def blocks(count: int) -> Blocks:
     numbers = np.arange(count)
     return Blocks(
         "tenant",
-        b"spec",
-        4096,
+        SPEC.canonical(),
+        SPEC.block_nbytes,
         keys,
         [b"", *keys][:count],
         numbers * 4096,
@@ -111,10 +115,11 @@ class NotingStore:
         self.note("touches")
         return [TOUCH]
 
-    def restore(self, part: Blocks, now_s: float) -> None:
+    def restore(self, spec: KVSpec, tenant: str, part: Blocks) -> None:
+        assert (spec, tenant) == (SPEC, "tenant")
         self.note("restore", part)
 
-    def quarantine_at_start(self, offset: int, nbytes: int) -> None:
+    def restore_quarantined(self, offset: int, nbytes: int) -> None:
         self.note("quarantine", offset, nbytes)
 
     def start_spilling(self, written: dict[int, int], wall_offset_s: float) -> None:
@@ -134,6 +139,7 @@ class NotingTier:
     may_close: threading.Event = field(default_factory=threading.Event)
     states: tuple[str, ...] = ("ready", "degraded")
     recovers_on: int = 0
+    closes_in_time: bool = True
 
     def recover(self) -> Recovered:
         self.recovers_on = threading.get_ident()
@@ -158,9 +164,9 @@ class NotingTier:
         problems = {"eio": 2, "deleted": 1}
         return tuple(Health(f"/mnt/{i}", state, "", 100, problems) for i, state in enumerate(self.states))
 
-    def close(self, deadline_s: float) -> None:
+    def close(self, deadline_s: float) -> bool:
         self.told.append(("close",))
-        self.may_close.wait(DEADLINE_S)
+        return self.may_close.wait(deadline_s if self.closes_in_time else DEADLINE_S)
 
 
 class House:
@@ -423,13 +429,35 @@ def test_no_drive_is_ready_before_the_store_has_its_blocks() -> None:
     run(scenario)
 
 
+def test_blocks_of_one_namespace_too_many_are_forgotten_and_the_others_come_back() -> None:
+    async def scenario() -> None:
+        house = House(recovered=Recovered((blocks(3), blocks(2))))
+        restore = house.store.restore
+
+        def refuse_the_first(spec: KVSpec, tenant: str, part: Blocks) -> None:
+            if len(part.keys) == 3:
+                raise Overloaded("too many namespaces", limit="MAX_NAMESPACES", value=1)
+            restore(spec, tenant, part)
+
+        house.store.restore = refuse_the_first  # type: ignore[method-assign]
+        await house.recover()
+
+        assert house.tier.told == [
+            ("forget", [Forget(NAMESPACE, i.to_bytes(16, "big"), i * 4096, SPEC.block_nbytes, i) for i in range(3)])
+        ]
+        assert house.store.kinds() == ["restore", "recovered", "start"]
+        await house.stop()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("where", ["tier", "store"])
 def test_a_recovery_that_crashes_leaves_the_drives_off_and_the_service_going(where: str) -> None:
     async def scenario() -> None:
         house = House(recovered=ValueError("no sense") if where == "tier" else Recovered((blocks(3),)), tick_s=0.001)
         if where == "store":
 
-            def crash(part: Blocks, now_s: float) -> None:
+            def crash(*_: object) -> None:
                 raise ValueError("no sense")
 
             house.store.restore = crash  # type: ignore[method-assign]
@@ -487,9 +515,15 @@ def test_at_the_end_moves_finish_then_recency_is_written_then_the_tier_commits()
     run(scenario)
 
 
-def test_a_drive_that_hangs_holds_up_the_end_for_the_deadline_at_most(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("closes_in_time", [True, False])
+def test_a_drive_that_hangs_holds_up_the_end_for_the_deadline_at_most(
+    caplog: pytest.LogCaptureFixture, *, closes_in_time: bool
+) -> None:
+    """Also when the tier itself does not keep to it."""
+
     async def scenario() -> None:
         house = House()
+        house.tier.closes_in_time = closes_in_time
         await house.recover()
         house.store.orders = [Orders(moves=(move(1),))]
         house.mover.pump()  # never done, and neither is close
