@@ -131,14 +131,13 @@ class SegmentedSlots:
         self._generations.announce(slots)
 
     def restore(self, nbytes: int, slots: SlotArrays) -> None:
-        """Free -> reserved, before the segments are added. No slot twice, none across the end of a segment."""
+        """Free -> reserved as soon as the segments are added. No slot twice, none across the end of a segment."""
         assert not self._segments
         slot_nbytes = self.slot_nbytes(nbytes)
         inside = slots.offsets % self._segment_bytes
         assert not (inside % slot_nbytes).any()
         assert (inside + slot_nbytes <= self._segment_bytes).all()
         self._restored.setdefault(slot_nbytes, []).append(slots.offsets)
-        self._reserved_bytes += len(slots.offsets) * slot_nbytes
         self._generations.restore(slots)
 
     def to_limbo(self, extent: Extent) -> None:
@@ -195,6 +194,7 @@ class SegmentedSlots:
         """Segments as they were, from the slots of one size that are in use."""
         offsets = np.sort(offsets)
         assert (np.diff(offsets) > 0).all()
+        self._reserved_bytes += len(offsets) * size_class.slot_nbytes
         numbers, starts = np.unique(offsets // self._segment_bytes, return_index=True)
         for number, used in zip(numbers.tolist(), np.split(offsets, starts[1:]), strict=True):
             assert self._segments[number] is None, f"segment {number} has slots of two sizes"

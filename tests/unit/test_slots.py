@@ -78,3 +78,19 @@ def test_reserve_many_crosses_segments_in_address_order():
     reserved = slots.reserve_many(5 * PAGE, 7)
     assert (reserved.offsets // PAGE).tolist() == [0, 5, 10, 16, 21, 26, 32]
     slots.check()
+
+
+def test_slots_from_before_a_restart_count_as_soon_as_their_segments_do():
+    """What is asked in between finds no capacity, and no more in use than that."""
+    slots, _ = make_slots(2, ready=0)
+    offsets = np.array([0, 3 * PAGE, SEGMENT], np.int64)
+
+    slots.restore(PAGE, SlotArrays(offsets, np.array([1, 3, 5], np.uint64)))
+    before = slots.capacity_bytes, slots.reserved_bytes
+    slots.check()
+    slots.add_segments(2)
+
+    assert before == (0, 0)
+    assert (slots.capacity_bytes, slots.reserved_bytes) == (2 * SEGMENT, 3 * PAGE)
+    assert slots.num_free(PAGE) == 2 * 16 - 3
+    slots.check()
