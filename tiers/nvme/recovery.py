@@ -154,10 +154,10 @@ def fitting(
     width_of[segments] = widths[rows]  # of several the last stays
     rows = rows[width_of[segments] == widths[rows]]
     by_offset = rows[np.argsort(offsets[rows], kind="stable")]  # within one offset by generation still
-    again = offsets[by_offset[1:]] == offsets[by_offset[:-1]]
-    by_offset = by_offset[~np.append(again, [False] * (len(by_offset) > 0))]
+    newest = np.ones(len(by_offset), np.bool_)
+    newest[:-1] = offsets[by_offset[1:]] != offsets[by_offset[:-1]]
     fits = np.zeros(len(offsets), np.bool_)
-    fits[by_offset] = True
+    fits[by_offset[newest]] = True
     return fits
 
 
