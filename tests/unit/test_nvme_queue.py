@@ -13,8 +13,12 @@ def move(urgency: Urgency, page: int, nbytes: int = PAGE) -> Move:
     return Move(page, urgency, 0, BlockRecord(b"", b"", b"", page * PAGE, nbytes, 1, 0, 0, 0))
 
 
-def take(queue: MoveQueue, *, may_write: bool = True) -> list[int]:
-    return [each.record.offset // PAGE for each in queue.take(may_write=may_write)]
+def pages(moves: list[Move]) -> list[int]:
+    return [each.record.offset // PAGE for each in moves]
+
+
+def take(queue: MoveQueue) -> list[int]:
+    return pages(queue.take_reads() or queue.take_writes())
 
 
 def test_a_move_brings_along_those_that_follow_it_on_the_drive():
@@ -45,19 +49,20 @@ def test_no_io_has_more_ranges_than_the_kernel_takes():
     assert [len(take(queue)) for _ in range(2)] == [1024, 476]
 
 
-def test_classes_are_not_joined_and_writes_may_have_to_wait():
+def test_reads_come_before_prefetches_and_classes_are_not_joined():
     queue = MoveQueue()
-    queue.push([move(WRITE, 0), move(PREFETCH, 1), move(READ, 2), move(WRITE, 3)])
+    queue.push([move(WRITE, 0), move(PREFETCH, 1), move(READ, 2), move(WRITE, 4)])
+    assert queue.has_reads
+    assert queue.has_writes
 
-    assert take(queue, may_write=False) == [2]
-    assert queue.ready(may_write=False)
-    assert take(queue, may_write=False) == [1]
-    assert not queue.ready(may_write=False)
-    assert take(queue, may_write=False) == []
-    assert queue.ready(may_write=True)
-    assert len(queue) == 2
-    assert [each.urgency for each in queue.clear()] == [WRITE, WRITE]
-    assert not queue.ready(may_write=True)
+    assert pages(queue.take_reads()) == [2]
+    assert queue.has_reads
+    assert pages(queue.take_reads()) == [1]
+    assert not queue.has_reads
+    assert queue.take_reads() == []
+    assert pages(queue.take_writes()) == [0]
+    assert pages(queue.clear()) == [4]
+    assert not queue.has_writes
 
 
 def test_a_slot_is_whole_pages():

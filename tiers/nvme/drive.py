@@ -1,25 +1,29 @@
-"""A drive's I/O: threads that carry out moves between the arena and its data file, check the bytes, and say how the drive is."""
+"""A drive's threads: they carry out moves between the arena and its data file, and learn from what fails."""
 
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
-from kvstore.core.limits import DRIVE_THREADS, MAX_DRIVE_ERRORS, MAX_IO_BYTES, SLOT_ALIGN_BYTES
-from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Move, MoveDone, MoveProblem, Urgency
-from kvstore.tiers.nvme.file import BlockFile, problem_of
+from kvstore.core.limits import DRIVE_THREADS, MAX_DRIVE_ERRORS, MAX_IO_BYTES
+from kvstore.core.moves import BAD_SLOT, BlockRecord, Move, MoveDone, MoveProblem, Urgency
+from kvstore.tiers.nvme.file import BlockFile
 from kvstore.tiers.nvme.gate import WHOLE_DRIVE, Gate
 from kvstore.tiers.nvme.move_queue import MoveQueue, slot_nbytes
+from kvstore.tiers.nvme.slot_io import SlotIO
 
 _log = logging.getLogger(__name__)
 
-_OFFSET_MASK = (1 << DRIVE_SHIFT) - 1
+_CHECKSUM_THREADS = 2
+"""Threads beyond the I/Os in flight, so that the drive works while checksums are computed: 10 GB/s each, or more."""
+_HAND_OVER_BYTES = 256 << 10
+"""A check of less is done sooner than another thread wakes."""
 _IDLE_WAIT_S = 60.0
 """An idle thread looks up so often, though every submit wakes one."""
 _REPORT_DEADLINE_S = 1.0
@@ -36,16 +40,17 @@ class IOHealth(NamedTuple):
 
 
 class Drive:
-    """`threads` threads, a queue (MoveQueue) and two gates, one for reads and one for writes.
+    """A queue of moves, up to `threads` I/Os in flight, at most half of them writes, and a gate each for reads and writes.
 
-        submit -> queue -> I/O of neighbouring moves -> gate -> [xxh3 ->] pwritev, or preadv [-> xxh3] -> on_written -> on_done
+        READ, PREFETCH   queue -> preadv -> check against the record's checksum -> on_done
+        WRITE            queue -> checksum -> pwritev -> on_written -> on_done
 
-    At most half of the threads write, so that a read waits for part of a write at most. The arena's bytes go to the file
-    as they lie and come back so: no copy is made. A joined I/O that fails or comes short is tried again block by block, so
-    that only the bad block fails. `record.offset` counts from `first_slot` in the file; its drive number is ignored.
+    Each arrow is a place where another thread may go on. A free thread does what keeps the drive busy first: it begins a
+    read, else a write whose checksum is there, else checks what was read, else computes a checksum for a later write.
+    So a read waits for part of a write at most, and a joined I/O for no checksum but its own.
 
     Callbacks: `on_written` gets the records, with checksums, of blocks written well, before `on_done` gets the ends of all
-    moves of that I/O. They run on an I/O thread, several at once; they must be short and must not raise. The file belongs
+    moves of that I/O. They run on these threads, several at once; they must be short and must not raise. The file belongs
     to the caller, who may sync it at any time, and must not close it before `close` has answered True.
     """
 
@@ -63,30 +68,35 @@ class Drive:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         assert threads > 0
-        assert first_slot % SLOT_ALIGN_BYTES == 0
         self._file = file
         self._name = name
-        self._arena = arena.data
+        self._slots = SlotIO(file, arena=arena, first_slot=first_slot)
         self._on_done = on_done
         self._on_written = on_written
-        self._first_slot = first_slot
+        self._max_in_flight = threads
         self._max_writing = max(1, threads // 2)
         self._monotonic = monotonic
         self._threads = [
             threading.Thread(target=self._work, name=f"kvstore-nvme-{name}-{number}", daemon=True)
-            for number in range(threads)
+            for number in range(threads + _CHECKSUM_THREADS)
         ]
 
-        # All below is guarded by this lock, which nobody holds over I/O or a callback.
+        # All below is guarded by this lock, which nobody holds over I/O, a checksum or a callback.
         self._changed = threading.Condition(threading.Lock())
         self._queue = MoveQueue(max_io_bytes=max_io_bytes)
-        self._read_gate = Gate(max_failures=MAX_DRIVE_ERRORS)
-        self._write_gate = Gate(max_failures=1)
-        self._problems: Counter[str] = Counter()
+        self._unchecked: deque[_IO] = deque()  # read
+        self._summed: deque[_IO] = deque()  # to be written
+        self._num_ahead = 0  # summed or being so
+        self._num_in_flight = 0
+        self._num_writing = 0  # part of those in flight
+        self._num_open = 0  # I/Os taken and not reported
         self._num_idle = 0
-        self._num_under_way = 0  # I/Os taken and not reported
-        self._num_writing = 0
         self._num_reporting = 0
+        self._gates = {
+            False: Gate(max_failures=MAX_DRIVE_ERRORS),
+            True: Gate(max_failures=1),
+        }  # by whether it is a write
+        self._problems: Counter[str] = Counter()
         self._closing = False
         self._given_up = False
 
@@ -99,44 +109,47 @@ class Drive:
         """Queue moves; any thread, never blocks. After `close` they end with STOPPED before this returns."""
         moves = list(moves)
         for move in moves:
-            self._assert_sound(move)
+            self._slots.assert_sound(move)
         with self._changed:
             refused = self._closing
             if not refused:
                 self._queue.push(moves)
-                self._changed.notify()  # one; it wakes the next (_begin)
+                self._changed.notify()  # one; it wakes the next
         if refused:
-            self._on_done([MoveDone(move.move_id, problem=MoveProblem.STOPPED) for move in moves])
+            self._on_done(_stopped(moves))
 
     def busy(self) -> bool:
         """Is any move queued or under way? Its end may just have been reported."""
         with self._changed:
-            return bool(self._queue) or self._num_under_way > 0
+            return self._queue.has_reads or self._queue.has_writes or self._num_open > 0
 
     def health(self) -> IOHealth:
         """Any thread, never blocks."""
         self._look_for_file()
         with self._changed:
-            reasons = []
+            reasons = [
+                f"{verb} fail: {self._gates[writes].problem}"
+                for verb, writes in (("writes", True), ("reads", False))
+                if self._gates[writes].problem is not None and not (writes and self._problems["deleted"])
+            ]
             if self._problems["deleted"]:
-                reasons.append("the data file was deleted")
-            elif self._write_gate.problem is not None:
-                reasons.append(f"writes fail: {self._write_gate.problem}")
-            if self._read_gate.problem is not None:
-                reasons.append(f"reads fail: {self._read_gate.problem}")
+                reasons.insert(0, "the data file was deleted")
             problems = {name: count for name, count in self._problems.items() if count}
         return IOHealth("degraded" if reasons else "ready", "; ".join(reasons), problems)
 
     def close(self, deadline_s: float) -> bool:
-        """End queued moves with STOPPED, here, and wait for those under way. False: some I/O hangs beyond the deadline. Its
-        end will not be reported, and the file must stay open until the process ends. Idempotent."""
+        """End moves that were not begun with STOPPED, here, and wait for those in flight. False: some I/O hangs beyond the
+        deadline. Its end will not be reported, and the file must stay open until the process ends. Idempotent."""
         ends_s = time.monotonic() + deadline_s
+        self._slots.stop_retrying()
         with self._changed:
             self._closing = True
-            dropped = self._queue.clear()
+            dropped = self._queue.clear() + [move for io in self._summed for move in io.moves]
+            self._num_open -= len(self._summed)
+            self._summed.clear()
             self._changed.notify_all()
         if dropped:
-            self._on_done([MoveDone(move.move_id, problem=MoveProblem.STOPPED) for move in dropped])
+            self._on_done(_stopped(dropped))
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, ends_s - time.monotonic()))
@@ -145,161 +158,160 @@ class Drive:
             self._changed.wait_for(lambda: not self._num_reporting, _REPORT_DEADLINE_S)
         return not any(thread.is_alive() for thread in self._threads)
 
-    # --- the threads --------------------------------------------------------------------------------------------------
+    # --- what a thread does next --------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (io := self._next()) is not None:
-            if io.ticket is None:
-                ends = [_End(move, problem=io.refused_by) for move in io.moves]
-            elif io.writes:
-                ends = self._write(io.moves)
-            else:
-                ends = self._read(io.moves)
-            self._finish(io, ends)
+        while (step := self._next()) is not None:
+            step.run(step.io)
 
-    def _next(self) -> "_IO | None":
-        """Wait for the next I/O, or for the drive to close."""
+    def _next(self) -> "_Step | None":
+        """Wait for something to do. None: the drive closes."""
         with self._changed:
-            while not self._closing:
-                moves = self._queue.take(may_write=self._num_writing < self._max_writing)
-                if moves:
-                    return self._begin(moves)
+            while (step := self._pick()) is None and not self._closing:
                 self._num_idle += 1
                 self._changed.wait(_IDLE_WAIT_S)
                 self._num_idle -= 1
+            if self._num_idle and self._has_step():
+                self._changed.notify()  # so as many wake as have something to do
+            return step
+
+    def _pick(self) -> "_Step | None":
+        if self._may_read():
+            return self._begin(self._queue.take_reads(), self._read)
+        if self._may_write():
+            self._num_ahead -= 1
+            self._num_in_flight += 1
+            self._num_writing += 1
+            return _Step(self._write, self._summed.popleft())
+        if self._unchecked:
+            return _Step(self._check, self._unchecked.popleft())
+        if self._may_sum():
+            return self._begin(self._queue.take_writes(), self._sum)
         return None
 
-    def _begin(self, moves: list[Move]) -> "_IO":
+    def _has_step(self) -> bool:
+        return self._may_read() or self._may_write() or bool(self._unchecked) or self._may_sum()
+
+    def _may_read(self) -> bool:
+        return self._queue.has_reads and self._num_in_flight < self._max_in_flight
+
+    def _may_write(self) -> bool:
+        return (
+            bool(self._summed) and self._num_in_flight < self._max_in_flight and self._num_writing < self._max_writing
+        )
+
+    def _may_sum(self) -> bool:
+        return self._queue.has_writes and self._num_ahead < _CHECKSUM_THREADS
+
+    def _begin(self, moves: list[Move], run: "Callable[[_IO], None]") -> "_Step":
         writes = moves[0].urgency is Urgency.WRITE
-        gate = self._write_gate if writes else self._read_gate
-        self._num_under_way += 1
-        self._num_writing += writes
-        if self._num_idle and self._queue.ready(may_write=self._num_writing < self._max_writing):
-            self._changed.notify()  # so as many wake as there are I/Os: how many can be joined is not known before
-        return _IO(moves, writes, gate, gate.enter(self._monotonic()))
-
-    def _write(self, moves: list[Move]) -> "list[_End]":
-        if not self._look_for_file():
-            return [_End(move, problem=MoveProblem.GONE) for move in moves]
-        checksums = [self._checksum(move) for move in moves]
-        problems = self._transfer(self._file.write_from, moves)
-        return [_End(*each) for each in zip(moves, checksums, problems, strict=True)]
-
-    def _read(self, moves: list[Move]) -> "list[_End]":
-        problems = self._transfer(self._file.read_into, moves)
-        return [
-            _End(move, problem=self._mismatch(move) if problem is None else problem)
-            for move, problem in zip(moves, problems, strict=True)
-        ]
-
-    def _transfer(self, verb: "_Verb", moves: list[Move]) -> list[MoveProblem | None]:
-        """One preadv or pwritev for all; block by block when that does not go well."""
-        views = self._views(moves)
-        try:
-            done = verb(self._file_offset(moves[0]), views)
-        except OSError as err:
-            if len(moves) == 1:
-                return [problem_of(err)]
+        gate = self._gates[writes]
+        ticket = gate.enter(self._monotonic())
+        io = _IO(moves, writes=writes, ticket=ticket)
+        self._num_open += 1
+        if ticket is None:
+            whole = gate.problem in WHOLE_DRIVE
+            io.problems = [gate.problem if whole else MoveProblem.GONE] * len(
+                moves
+            )  # no slot is blamed that is not tried
+            return _Step(self._finish, io)
+        if writes:
+            self._num_ahead += 1
         else:
-            if done == sum(view.nbytes for view in views):
-                return [None] * len(moves)
-        return self._one_by_one(verb, moves)
+            self._num_in_flight += 1
+        return _Step(run, io)
 
-    def _one_by_one(self, verb: "_Verb", moves: list[Move]) -> list[MoveProblem | None]:
-        """Stops trying when the drive, not a block, is what fails."""
-        problems: list[MoveProblem | None] = []
-        failures = 0
-        for move in moves:
-            if self._closing:
-                problem: MoveProblem | None = MoveProblem.STOPPED
-            elif problems and problems[-1] in WHOLE_DRIVE:
-                problem = problems[-1]
-            elif failures >= MAX_DRIVE_ERRORS:
-                problem = MoveProblem.GONE
-            else:
-                [view] = self._views([move])
-                problem = _transfer_alone(verb, self._file_offset(move), view)
-                failures = 0 if problem is None else failures + 1
-            problems.append(problem)
-        return problems
+    # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, io: "_IO", ends: "list[_End]") -> None:
-        """Learn from the ends, then report them."""
+    def _read(self, io: "_IO") -> None:
+        io.problems = self._slots.read(io.moves)
         with self._changed:
-            gate_turned = False
-            if io.ticket is not None:
-                ends, gate_turned = self._learn(io, io.ticket, ends)
-            first_ones = self._count(ends)
+            self._num_in_flight -= 1
+            if self._num_idle and self._may_read() and io.nbytes >= _HAND_OVER_BYTES:
+                self._unchecked.append(io)
+                self._changed.notify()
+                return
+        self._check(io)
+
+    def _check(self, io: "_IO") -> None:
+        for j, move in enumerate(io.moves):
+            if io.problems[j] is None and self._slots.checksum(move) != move.record.checksum:
+                io.problems[j] = MoveProblem.CHECKSUM
+        self._finish(io)
+
+    def _sum(self, io: "_IO") -> None:
+        io.checksums = [self._slots.checksum(move) for move in io.moves]
+        with self._changed:
+            if not self._closing:
+                self._summed.append(io)
+                return
+        io.problems = [MoveProblem.STOPPED] * len(io.moves)
+        self._finish(io)
+
+    def _write(self, io: "_IO") -> None:
+        linked = self._look_for_file()
+        io.problems = self._slots.write(io.moves) if linked else [MoveProblem.GONE] * len(io.moves)
+        with self._changed:
+            self._num_in_flight -= 1
+            self._num_writing -= 1
+        self._finish(io)
+
+    def _finish(self, io: "_IO") -> None:
+        """Learn from how it went, then report it."""
+        with self._changed:
+            turned = self._learn(io)
+            first_ones = self._count(io)
             muted = self._given_up
             self._num_reporting += 1
-        if gate_turned:
-            how = f"fail ({io.gate.problem}); now and then one is tried" if io.gate.problem else "go well again"
-            _log.warning("drive %s: %s %s", self._name, "writes" if io.writes else "reads", how)
-        for end in first_ones:
-            _log.warning(
-                "drive %s: %s at %d, the first of its kind", self._name, end.problem, self._file_offset(end.move)
-            )
+        if turned:
+            _log.warning("drive %s: %s", self._name, turned)
+        for problem, move in first_ones:
+            _log.warning("drive %s: %s at %d, the first", self._name, problem, self._slots.file_offset(move))
         if not muted:
-            self._report(io, ends)
+            self._report(io)
         with self._changed:
             self._num_reporting -= 1
-            self._num_under_way -= 1
-            self._num_writing -= io.writes
+            self._num_open -= 1
             if self._closing:
                 self._changed.notify_all()
 
-    def _report(self, io: "_IO", ends: "list[_End]") -> None:
+    def _report(self, io: "_IO") -> None:
+        checksums = io.checksums or [0] * len(io.moves)
+        ends = list(zip(io.moves, checksums, io.problems, strict=True))
         if io.writes:
-            written = [end.move.record._replace(checksum=end.checksum) for end in ends if end.problem is None]
+            written = [move.record._replace(checksum=checksum) for move, checksum, problem in ends if problem is None]
             if written:
                 self._on_written(written)
-        self._on_done([MoveDone(end.move.move_id, end.checksum, end.problem) for end in ends])
+        self._on_done([MoveDone(move.move_id, checksum, problem) for move, checksum, problem in ends])
 
-    def _learn(self, io: "_IO", ticket: int, ends: "list[_End]") -> "tuple[list[_End], bool]":
-        """Tell the gate; did it open or close? When a drive that was given up fails a probe, its slots are not to blame."""
-        was_closed = io.gate.problem is not None
-        problem = _telling(ends)
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    def _learn(self, io: "_IO") -> str:
+        """Tell the gate; says so when that opens or closes it. When a drive that was given up fails a probe, its slots are
+        not to blame."""
+        if io.ticket is None:
+            return ""
+        gate = self._gates[io.writes]
+        was_closed = gate.problem is not None
+        verb = "writes" if io.writes else "reads"
+        problem = _telling(io.problems)
         if problem is None:
-            return ends, io.gate.succeeded(ticket)
-        num_failed = sum(end.problem is not None for end in ends)
-        turned = io.gate.failed(ticket, problem, self._monotonic(), count=num_failed)
+            return f"{verb} go well again" if gate.succeeded(io.ticket) else ""
+        num_failed = sum(each is not None for each in io.problems)
+        closed = gate.failed(io.ticket, problem, self._monotonic(), count=num_failed)
         if was_closed:
-            ends = [end._replace(problem=MoveProblem.GONE) if end.problem in BAD_SLOT else end for end in ends]
-        return ends, turned
+            io.problems = [MoveProblem.GONE if each in BAD_SLOT else each for each in io.problems]
+        return f"{verb} fail ({problem}); they are tried now and then" if closed else ""
 
-    def _count(self, ends: "list[_End]") -> "list[_End]":
+    def _count(self, io: "_IO") -> list[tuple[MoveProblem, Move]]:
         """Count the problems; those that never happened before."""
-        first_ones = []
-        for end in ends:
-            if end.problem is not None and end.problem is not MoveProblem.STOPPED:
-                if not self._problems[end.problem]:
-                    first_ones.append(end)
-                self._problems[end.problem] += 1
+        first_ones: list[tuple[MoveProblem, Move]] = []
+        for move, problem in zip(io.moves, io.problems, strict=True):
+            if problem is not None and problem is not MoveProblem.STOPPED:
+                if not self._problems[problem]:
+                    first_ones.append((problem, move))
+                self._problems[problem] += 1
         return first_ones
-
-    # --- bytes --------------------------------------------------------------------------------------------------------
-
-    def _views(self, moves: Sequence[Move]) -> list[memoryview]:
-        """Their slots in the arena, as few ranges as there are."""
-        views = []
-        start = end = moves[0].arena_offset
-        for move in moves:
-            if move.arena_offset != end:
-                views.append(self._arena[start:end])
-                start = move.arena_offset
-            end = move.arena_offset + slot_nbytes(move)
-        views.append(self._arena[start:end])
-        return views
-
-    def _checksum(self, move: Move) -> int:
-        """Of the block alone, without the rest of its slot's last page."""
-        return xxh3_64_intdigest(self._arena[move.arena_offset : move.arena_offset + move.record.nbytes])
-
-    def _mismatch(self, move: Move) -> MoveProblem | None:
-        return None if self._checksum(move) == move.record.checksum else MoveProblem.CHECKSUM
-
-    def _file_offset(self, move: Move) -> int:
-        return self._first_slot + (move.record.offset & _OFFSET_MASK)
 
     def _look_for_file(self) -> bool:
         """Is the data file still there? What is written to one that has no name is lost with this process."""
@@ -315,57 +327,36 @@ class Drive:
             _log.error("drive %s: the data file was deleted; it is read on, but not written any more", self._name)
         return False
 
-    def _assert_sound(self, move: Move) -> None:
-        assert move.record.nbytes > 0
-        assert move.arena_offset % SLOT_ALIGN_BYTES == 0
-        assert 0 <= move.arena_offset <= self._arena.nbytes - slot_nbytes(move)
-        assert (move.record.offset & _OFFSET_MASK) % SLOT_ALIGN_BYTES == 0
 
-
-_Verb = Callable[[int, Sequence[memoryview]], int]
-
-
-class _IO(NamedTuple):
-    """Moves of neighbouring slots, and whether they may be tried."""
+@dataclass(slots=True)
+class _IO:
+    """Moves of neighbouring slots on their way. One thread at a time has it."""
 
     moves: list[Move]
     writes: bool
-    gate: Gate
-    ticket: int | None  # None: the gate is closed
+    ticket: int | None  # of the gate; None: it is closed
+    problems: list[MoveProblem | None] = field(default_factory=list)  # how each move went
+    checksums: list[int] = field(default_factory=list)  # of writes
 
     @property
-    def refused_by(self) -> MoveProblem:
-        """Why they are not tried. Never a reason to blame slots."""
-        problem = self.gate.problem
-        return problem if problem in {MoveProblem.NO_SPACE, MoveProblem.READ_ONLY} else MoveProblem.GONE
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return sum(map(slot_nbytes, self.moves))
 
 
-class _End(NamedTuple):
-    """How a move ended."""
+class _Step(NamedTuple):
+    """What a thread does for an I/O before it asks for the next step."""
 
-    move: Move
-    checksum: int = 0
-    problem: MoveProblem | None = None
-
-
-def _transfer_alone(verb: _Verb, offset: int, view: memoryview) -> MoveProblem | None:
-    """A short call says less than the error that the call for the rest of it raises."""
-    while view.nbytes:
-        try:
-            done = verb(offset, [view])
-        except OSError as err:
-            return problem_of(err)
-        done -= done % SLOT_ALIGN_BYTES
-        if not done:
-            return MoveProblem.SHORT
-        offset += done
-        view = view[done:]
-    return None
+    run: Callable[[_IO], None]
+    io: _IO
 
 
-def _telling(ends: Sequence[_End]) -> MoveProblem | None:
-    """What these ends say of the drive. Nothing, when only some of the blocks failed, or what came was read well but wrong."""
-    problems = [end.problem for end in ends]
+def _stopped(moves: Sequence[Move]) -> list[MoveDone]:
+    return [MoveDone(move.move_id, problem=MoveProblem.STOPPED) for move in moves]
+
+
+def _telling(problems: Sequence[MoveProblem | None]) -> MoveProblem | None:
+    """What these say of the drive. Nothing, when only some of the blocks failed, or what came was read well but wrong."""
     bad = [problem for problem in problems if problem not in {None, MoveProblem.CHECKSUM, MoveProblem.STOPPED}]
     if len(bad) == len(problems) or not WHOLE_DRIVE.isdisjoint(bad):
         return bad[0]

@@ -9,6 +9,8 @@ from kvstore.core.moves import Move, Urgency
 _MAX_VIEWS = 1024
 """The kernel's IOV_MAX: ranges of the arena in one preadv or pwritev."""
 
+_Class = OrderedDict[int, Move]  # by slot
+
 
 class MoveQueue:
     """The classes of Urgency, each first in, first out; a move taken brings along those whose slots follow on the drive.
@@ -23,10 +25,17 @@ class MoveQueue:
 
     def __init__(self, *, max_io_bytes: int = MAX_IO_BYTES) -> None:
         self._max_io_bytes = max_io_bytes
-        self._classes: tuple[OrderedDict[int, Move], ...] = tuple(OrderedDict() for _ in Urgency)
+        self._classes: tuple[_Class, ...] = tuple(OrderedDict() for _ in Urgency)
 
-    def __len__(self) -> int:
-        return sum(len(waiting) for waiting in self._classes)
+    @property
+    def has_reads(self) -> bool:
+        """Would `take_reads` find something?"""
+        return bool(self._classes[Urgency.READ] or self._classes[Urgency.PREFETCH])
+
+    @property
+    def has_writes(self) -> bool:
+        """Would `take_writes` find something?"""
+        return bool(self._classes[Urgency.WRITE])
 
     def push(self, moves: Iterable[Move]) -> None:
         """Queue them in this order, each in its class."""
@@ -35,15 +44,22 @@ class MoveQueue:
             assert move.record.offset not in waiting, "two moves for one slot"
             waiting[move.record.offset] = move
 
-    def ready(self, *, may_write: bool) -> bool:
-        """Would `take` find something?"""
-        reads, prefetches, writes = self._classes
-        return bool(reads or prefetches or (writes and may_write))
+    def take_reads(self) -> list[Move]:
+        """The next I/O of the most urgent reads: neighbours in ascending order. Empty: none wait."""
+        return self._take(self._classes[Urgency.READ] or self._classes[Urgency.PREFETCH])
 
-    def take(self, *, may_write: bool) -> list[Move]:
-        """The moves of the next I/O, neighbours in ascending order; none when there are none, or only writes that must wait."""
-        reads, prefetches, writes = self._classes
-        waiting = reads or prefetches or (writes if may_write else None)
+    def take_writes(self) -> list[Move]:
+        """The next I/O of writes, likewise."""
+        return self._take(self._classes[Urgency.WRITE])
+
+    def clear(self) -> list[Move]:
+        """Take everything."""
+        moves = [move for waiting in self._classes for move in waiting.values()]
+        for waiting in self._classes:
+            waiting.clear()
+        return moves
+
+    def _take(self, waiting: _Class) -> list[Move]:
         if not waiting:
             return []
         _, move = waiting.popitem(last=False)
@@ -51,22 +67,12 @@ class MoveQueue:
         nbytes = slot = slot_nbytes(move)
         while len(moves) < _MAX_VIEWS:
             follower = waiting.get(move.record.offset + slot)
-            if follower is None:
+            if follower is None or nbytes + slot_nbytes(follower) > self._max_io_bytes:
                 break
-            slot = slot_nbytes(follower)
-            if nbytes + slot > self._max_io_bytes:
-                break
-            del waiting[follower.record.offset]
-            moves.append(follower)
+            move = waiting.pop(follower.record.offset)
+            slot = slot_nbytes(move)
             nbytes += slot
-            move = follower
-        return moves
-
-    def clear(self) -> list[Move]:
-        """Take everything."""
-        moves = [move for waiting in self._classes for move in waiting.values()]
-        for waiting in self._classes:
-            waiting.clear()
+            moves.append(move)
         return moves
 
 
