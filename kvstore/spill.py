@@ -114,7 +114,8 @@ class Spill:
         self._give_up = give_up
         self._checksums = np.empty(0, np.uint64)  # by row, of blocks on the drives
         self._dirty = LeafLru(self._index, _DirtyLeaves(pinned.table, self.nvme.table))
-        pinned.tell(self._dirty)
+        if slots.num_open:
+            pinned.tell(self._dirty)
         self._backlog: deque[tuple[int, bytes]] = deque()  # row and key: the row may be another block's by then
         self._flights: dict[int, _Flight] = {}
         self._num_moves = 0
@@ -223,12 +224,12 @@ class Spill:
 
     def on_stored(self, rows: Rows) -> None:
         """Blocks were committed."""
-        if self._policy.write_policy == "write_through":
+        if self._policy.write_policy == "write_through" and self._slots.num_open:
             self._want_written(rows)
 
     def on_read(self, rows: Rows) -> None:
         """Blocks in RAM were leased to a reader."""
-        if self._policy.write_policy == "write_through_selective":
+        if self._policy.write_policy == "write_through_selective" and self._slots.num_open:
             self._want_written(rows[self.pinned.table.state[rows] == READY])
 
     def order_reads(self, entry: Namespace, rows: Rows, urgency: Urgency) -> None:
