@@ -186,7 +186,8 @@ class Spill:
             self._retired[forget.offset, forget.generation] = forget
             self._forgets.append(forget)
         self._orphans.clear()
-        for row in np.flatnonzero(self.nvme.table.state == READY).tolist():
+        table = self.nvme.table
+        for row in np.flatnonzero((table.state == READY) & (table.children == 0)).tolist():
             self.nvme.policy.offer(row)
 
     def _restore_rows(self, entry: Namespace, blocks: RestoredBlocks) -> Rows:
