@@ -104,7 +104,7 @@ class DriveIndex:
         """Wait until all that is queued now is durable. False: not by the deadline."""
         end_s = time.monotonic() + deadline_s
         with self._changed:
-            self._hurry = True
+            self._hurry = bool(self._queue)
             self._changed.notify_all()
             while self._queue or self._committing:
                 left_s = end_s - time.monotonic()
@@ -161,12 +161,12 @@ class DriveIndex:
         """Waits for one; empty: closed and nothing left."""
         with self._changed:
             while not self._queue and not self._closing:
-                self._hurry = False
                 self._changed.wait(_IDLE_S)
             self._changed.wait_for(self._is_due, INDEX_COMMIT_INTERVAL_S)
             group = self._queue[:_MAX_TRANSACTION_OPS]
             del self._queue[:_MAX_TRANSACTION_OPS]
             self._committing = len(group)
+            self._hurry &= bool(self._queue)
             return group
 
     def _is_due(self) -> bool:
