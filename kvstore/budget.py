@@ -7,7 +7,7 @@ _HOURS = 24
 
 
 class WriteBudget:
-    """Bytes a second and bytes in any 24 hours (by whole hours); 0 means no limit.
+    """Bytes a second and bytes in any 24 hours (the hour that has begun and the 24 before it); 0 means no limit.
 
     The rate is a bucket that holds one second's worth and may be overdrawn by one write, so that a block larger than that
     passes too. Time comes in as `now_s`, monotonic; `start` says how far the wall clock is from it.
@@ -30,7 +30,7 @@ class WriteBudget:
         """Whether a write of `nbytes` may begin now."""
         if self._bytes_per_day:
             hour = self._hour(now_s)
-            self._written = {past: count for past, count in self._written.items() if past > hour - _HOURS}
+            self._written = {past: count for past, count in self._written.items() if past >= hour - _HOURS}
             if sum(self._written.values()) + nbytes > self._bytes_per_day:
                 return False
         if not self._bytes_per_s:
