@@ -1,7 +1,8 @@
 """Runs a command that must not outlive its starter: `python -m kvstore.demo.guard RUN_DIR COMMAND...`
 
 The starter holds the other end of our standard input. When it lets go, by close() or by being killed, the command is
-ended and RUN_DIR removed. The standard library alone is imported: this process idles beside the demo.
+ended and RUN_DIR removed. On KILL_SIGNAL the command gets kill -9, and RUN_DIR stays. The standard library alone is
+imported: this process idles beside the demo.
 """
 
 import os
@@ -10,6 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+
+KILL_SIGNAL = signal.SIGUSR1
+"""From the starter, which does not know the command's process id; we are its parent, so that we hit no other's."""
 
 STOP_DEADLINE_S = 5.0
 """For the command to end after SIGTERM; then it is killed."""
@@ -20,6 +24,7 @@ def main(arguments: list[str]) -> int:
     run_dir, *command = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the starter's to handle
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) as child:  # noqa: S603 (our starter's)
+        signal.signal(KILL_SIGNAL, lambda *_: child.kill())
         ended = os.pidfd_open(child.pid)
         starter_gone = _wait(ended)
         if starter_gone:

@@ -12,7 +12,7 @@ from typing import IO
 
 from kvstore.config import ENV_PREFIX
 from kvstore.core.errors import KVStoreError, error_from_wire
-from kvstore.demo.guard import STOP_DEADLINE_S
+from kvstore.demo.guard import KILL_SIGNAL, STOP_DEADLINE_S
 
 LOG_TAIL_LINES = 15
 
@@ -76,11 +76,22 @@ class Process:
 
 
 class Sidecar(Process):
-    """`kvstore serve` behind a guard that ends it when we are killed, and then removes `run_dir`."""
+    """`kvstore serve` behind a guard that ends it when we are killed, and then removes `run_dir`. `nvme` is a directory that
+    outlives it."""
 
-    def __init__(self, run_dir: Path, socket: Path, arena: str, log: Path, *flags: str) -> None:
-        serve = [sys.executable, "-m", "kvstore.cli.main", "serve", "--arena", arena, "--socket", str(socket), *flags]
+    def __init__(self, run_dir: Path, socket: Path, arena: str, nvme: Path, log: Path) -> None:
+        serve = [sys.executable, "-m", "kvstore.cli.main", "serve", "--no-grpc", "--socket", str(socket)]
+        serve += ["--arena", arena, "--nvme", str(nvme), "--nvme-bytes", arena]
         super().__init__("sidecar", [sys.executable, "-m", "kvstore.demo.guard", str(run_dir), *serve], log)
+
+    def kill(self) -> None:
+        """kill -9 of the sidecar itself. Raises ProcessFailed when it lives on."""
+        assert self._child is not None
+        self._child.send_signal(KILL_SIGNAL)
+        try:
+            self._child.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired as err:
+            raise self.failure(f"lives on {STOP_DEADLINE_S:.0f} s after kill -9") from err
 
 
 class Engine(Process):

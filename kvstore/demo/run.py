@@ -2,6 +2,7 @@
 
     sidecar, engines off + A + B up   ->  off -> cold_a -> warm_a -> warm_b (-> another question on B)
     A and B ended and started again   ->  restarted_a -> restarted_b
+    all ended, the sidecar by kill -9, sidecar and B started again   ->  sidecar_killed
 
 One case runs at a time; the other engines wait on a pipe and use no CPU. Each engine process first answers one short
 unrelated prompt, so that thread pools and first allocations are paid for before anything is timed, the same in every case.
@@ -17,11 +18,12 @@ from typing import Any
 
 from kvstore.client import Client
 from kvstore.core.errors import PeerUnavailable
+from kvstore.core.limits import INDEX_COMMIT_INTERVAL_S
 from kvstore.demo.document import OTHER_QUESTION, QUESTION
 from kvstore.demo.outcome import Answer, Row, compare
 from kvstore.demo.processes import Engine, Sidecar
 from kvstore.demo.progress import Progress
-from kvstore.proto.kvstore_pb2 import TOOL
+from kvstore.proto.kvstore_pb2 import TOOL, StatsReply, TierStats
 
 SIDECAR_DEADLINE_S = 30.0
 """Hello takes under a second; a loaded machine several."""
@@ -34,6 +36,12 @@ ANSWER_DEADLINE_S = 300.0
 
 SAVE_DEADLINE_S = 10.0
 """For the last blocks of a cold prefill to reach the store; they take milliseconds."""
+
+WRITE_DEADLINE_S = 60.0
+"""For all blocks to reach the drive. They have had the time of all the cases; a slow disk writes 256 MiB in some seconds."""
+
+COMMIT_S = 10 * INDEX_COMMIT_INTERVAL_S
+"""From then until the drive's index knows them for good: a group commit and its sync, with a reserve for a slow disk."""
 
 STATS_DEADLINE_S = 5.0
 """For the sidecar's figures: nothing waits for them, and engines at work may keep the sidecar off every core for a while."""
@@ -74,10 +82,11 @@ class _Run:
 
     def __init__(self, options: DemoOptions, run_dir: Path, progress: Progress) -> None:
         self._options = options
+        self._run_dir = run_dir
         self._progress = progress
         self._logs = options.log_dir if options.log_dir is not None else run_dir
         self._socket = run_dir / "kvstore.sock"
-        self._sidecar = Sidecar(run_dir, self._socket, options.arena, self._logs / "sidecar.log", "--no-grpc")
+        self._sidecar = self._make_sidecar("sidecar")
         self._stats = Client(
             str(self._socket), role=TOOL, connect_deadline_s=STATS_DEADLINE_S, call_deadline_s=STATS_DEADLINE_S
         )
@@ -102,6 +111,14 @@ class _Run:
             a, b = self._start_engines("restarted_a", "restarted_b")
         rows.append(self._case("restarted_a", a, asked, "A restarted, from the store"))
         rows.append(self._case("restarted_b", b, asked, "B restarted, from the store"))
+        with self._progress.step("ending A and B, kill -9 of the sidecar, and starting it again on the same directory"):
+            a.stop()
+            b.stop()
+            self._wait_until_durable()
+            self._restart_killed_sidecar()
+        with self._progress.step("loading B again"):
+            (b,) = self._start_engines("sidecar_killed")
+        rows.append(self._case("sidecar_killed", b, asked, "B, from the drive"))
         return DemoResult(tuple(rows), other)
 
     def close(self) -> None:
@@ -110,6 +127,21 @@ class _Run:
             engine.stop()
         self._stats.close()
         self._sidecar.stop()
+
+    def _make_sidecar(self, log_name: str) -> Sidecar:
+        log = self._logs / f"{log_name}.log"
+        return Sidecar(self._run_dir, self._socket, self._options.arena, self._run_dir / "nvme", log)
+
+    def _restart_killed_sidecar(self) -> None:
+        self._sidecar.kill()
+        self._sidecar.stop()
+        self._sidecar = self._make_sidecar("sidecar-restarted")
+        self._start_sidecar()
+        until_s = time.monotonic() + SIDECAR_DEADLINE_S
+        while any(drive.state == "recovering" for drive in _tier(self._stats.stats(), "nvme").drives):
+            if time.monotonic() > until_s:
+                raise self._sidecar.failure(f"still recovering after {SIDECAR_DEADLINE_S:.0f} s")
+            time.sleep(_POLL_S)
 
     def _start_sidecar(self) -> None:
         self._sidecar.start()
@@ -166,13 +198,32 @@ class _Run:
         return Row(case, answer, saved_bytes, compare(off, answer))
 
     def _stored_bytes(self) -> int:
-        return sum(tier.ready_bytes for tier in self._stats.stats().tiers)
+        """Committed by engines since the sidecar's start; all blocks are of one size."""
+        stats = self._stats.stats()
+        pinned = _tier(stats, "pinned")
+        return stats.counters["stored_blocks_total"] * (pinned.ready_bytes // max(1, pinned.ready_blocks))
 
     def _wait_for_saves(self) -> None:
         """Until nothing is being written any more. Past the deadline we go on: what is missing shows in the rows."""
         until_s = time.monotonic() + SAVE_DEADLINE_S
-        while any(tier.writing_bytes for tier in self._stats.stats().tiers) and time.monotonic() < until_s:
+        while _tier(self._stats.stats(), "pinned").writing_bytes and time.monotonic() < until_s:
             time.sleep(_POLL_S)
+
+    def _wait_until_durable(self) -> None:
+        """Until the drive has every block, and its index knows so. Past the deadline we go on, as above."""
+        until_s = time.monotonic() + WRITE_DEADLINE_S
+        while not _is_written(self._stats.stats()) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        time.sleep(COMMIT_S)
+
+
+def _tier(stats: StatsReply, name: str) -> TierStats:
+    (tier,) = [tier for tier in stats.tiers if tier.name == name]
+    return tier
+
+
+def _is_written(stats: StatsReply) -> bool:
+    return _tier(stats, "nvme").ready_blocks == stats.num_blocks
 
 
 def answer_from(fields: Mapping[str, Any]) -> Answer:

@@ -13,6 +13,7 @@ _TITLES = {
     "warm_b": "B, store",
     "restarted_a": "A restarted, store",
     "restarted_b": "B restarted, store",
+    "sidecar_killed": "B, sidecar killed",
     "other_question": "B, other question",
 }
 

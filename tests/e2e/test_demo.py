@@ -103,11 +103,13 @@ def test_the_demo_shares_a_prefill_and_leaves_nothing_behind(model: Path, privat
         ("warm_b", 0, reusable),
         ("restarted_a", 0, reusable),
         ("restarted_b", 0, reusable),
+        ("sidecar_killed", 0, reusable),
     ):
         assert (rows[case]["local_cached_tokens"], rows[case]["fetched_tokens"]) == (cached, fetched), case
     assert rows["warm_b"]["ttft_s"] <= rows["cold_a"]["ttft_s"] / 10
+    assert rows["sidecar_killed"]["ttft_s"] <= rows["cold_a"]["ttft_s"] / 5
     assert rows["cold_a"]["saved_bytes"] >= rows["warm_b"]["fetched_bytes"] > 0
-    for text in ("starting the sidecar", "loading the model", "cold_a", "B, store"):
+    for text in ("starting the sidecar", "loading the model", "cold_a", "B, store", "kill -9", "B, sidecar killed"):
         assert text in run.stderr
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.demo.guard import KILL_SIGNAL
+
 GUARD = [sys.executable, "-m", "kvstore.demo.guard"]
 REPORTS_PID_AND_SLEEPS = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(600)"
 IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + REPORTS_PID_AND_SLEEPS
@@ -52,6 +54,20 @@ def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     let_go_and_wait(guard)
 
     assert not is_running(child)
+
+
+def test_kill_9_on_request_spares_the_folder(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    guard = start(run_dir, sys.executable, "-c", IGNORES_SIGTERM)
+    child = int(guard.stderr.readline())
+
+    guard.send_signal(KILL_SIGNAL)
+
+    assert guard.wait(DEADLINE_S) != 0
+    assert not is_running(child)
+    assert run_dir.exists(), "what it left there is wanted by the next one"
+    let_go_and_wait(guard)
 
 
 @pytest.mark.parametrize("status", [0, 3])

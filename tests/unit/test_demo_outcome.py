@@ -29,10 +29,11 @@ def answer(*token_ids: int, gaps: tuple[float, ...] = (), ttft_s: float = 1.0, f
     )
 
 
-def rows(*, cold_s: float = 10.0, warm_s: float = 0.2) -> list[Row]:
+def rows(*, cold_s: float = 10.0, warm_s: float = 0.2, killed_s: float = 0.2) -> list[Row]:
     """A run in which all went well."""
     ttft = {"off": cold_s, "cold_a": cold_s, "warm_a": 0.1, "warm_b": warm_s, "restarted_a": 0.2, "restarted_b": 0.2}
-    stored = {"warm_b", "restarted_a", "restarted_b"}
+    ttft["sidecar_killed"] = killed_s
+    stored = {"warm_b", "restarted_a", "restarted_b", "sidecar_killed"}
     same = Sameness(same=True, how="identical")
     return [
         Row(case, answer(1, 2, ttft_s=ttft[case], fetched=1984 if case in stored else 0), 5000, same) for case in CASES
@@ -87,6 +88,17 @@ def test_a_tenth_of_the_cold_time_is_allowed_and_more_is_not() -> None:
 
     assert problem == (
         "warm_b: B's first token took 1.01 s with the document in the store, more than a tenth of the 10.00 s A needed "
+        "to compute it"
+    )
+
+
+def test_after_kill_9_a_fifth_of_the_cold_time_is_allowed_and_more_is_not() -> None:
+    assert find_problems(rows(cold_s=10.0, killed_s=2.0)) == []
+
+    (problem,) = find_problems(rows(cold_s=10.0, killed_s=2.01))
+
+    assert problem == (
+        "sidecar_killed: B's first token took 2.01 s after kill -9 of the sidecar, more than a fifth of the 10.00 s A needed "
         "to compute it"
     )
 
