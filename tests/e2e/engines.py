@@ -137,6 +137,16 @@ class Bench:
             (expected,) = self._off.generate([prompt], params)
             same_tokens(expected, output)
 
+    @contextlib.contextmanager
+    def own_engines(self) -> Iterator[None]:
+        """Engines opened meanwhile are closed at the end; the storeless one and the model stay."""
+        outer, self._stack = self._stack, contextlib.ExitStack()
+        try:
+            with self._stack:
+                yield
+        finally:
+            self._stack = outer
+
     def close(self) -> None:
         self._stack.close()
 

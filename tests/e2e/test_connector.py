@@ -34,11 +34,8 @@ def bench_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]
 
 @pytest.fixture
 def bench(bench_of_module: Bench) -> Iterator[Bench]:
-    """Engines opened in the test are closed with it; the storeless one and the model stay."""
-    outer, bench_of_module._stack = bench_of_module._stack, type(bench_of_module._stack)()
-    yield bench_of_module
-    bench_of_module._stack.close()
-    bench_of_module._stack = outer
+    with bench_of_module.own_engines():
+        yield bench_of_module
 
 
 @pytest.fixture
