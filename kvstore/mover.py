@@ -8,6 +8,7 @@ Nothing here waits for a drive but `stop`, within its deadline.
 """
 
 import asyncio
+import enum
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvstore.core.clock import Clock
-from kvstore.core.errors import Overloaded
+from kvstore.core.errors import ConfigError, Overloaded
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import Forget, Move, MoveDone, MoveProblem, Touch
@@ -38,10 +39,14 @@ T = TypeVar("T")
 
 
 class Drives(Protocol):
-    """The tier that carries orders out (tiers/nvme/tier.py). Everything but `recover` and `close` returns at once."""
+    """The tier that carries orders out (tiers/nvme/tier.py). `open`, `recover` and `close` block, the others return at once."""
+
+    def open(self) -> None:
+        """Take the drives. Raises ConfigError."""
+        ...
 
     def recover(self) -> "Recovered":
-        """What is on the drives. Blocks."""
+        """What is on the drives."""
         ...
 
     def submit(self, moves: Iterable[Move]) -> None:
@@ -65,7 +70,7 @@ class Drives(Protocol):
         ...
 
     def close(self, deadline_s: float) -> bool:
-        """Commit what is written. Blocks; no report after it returns. False: not by the deadline."""
+        """Commit what is written; no report after it returns. False: not by the deadline."""
         ...
 
 
@@ -105,20 +110,17 @@ class Mailbox(Generic[T]):
 
 
 class NoMover:
-    """Where there are no drives, or none that can be used: nothing is ordered, nothing comes."""
+    """Where there are no drives: nothing is ordered, nothing comes."""
 
-    def __init__(self, drives: "tuple[DriveHealth, ...]" = ()) -> None:
-        self._drives = drives
-
-    def start(self) -> None:
-        """Nothing to recover."""
+    async def open(self, patience_s: float) -> None:
+        """Nothing to open."""
 
     def pump(self) -> None:
         """Nothing to order."""
 
     def drives(self) -> "tuple[DriveHealth, ...]":
-        """Those that cannot be used."""
-        return self._drives
+        """None."""
+        return ()
 
     def counters(self) -> Mapping[str, int]:
         """None."""
@@ -128,11 +130,20 @@ class NoMover:
         """Nothing to finish."""
 
 
+class _Phase(enum.Enum):
+    OPENING = enum.auto()
+    RECOVERING = enum.auto()
+    MOVING = enum.auto()
+    OFF = enum.auto()  # for good: opening or recovery failed
+
+
 class Mover:
     """Carries the store's orders to `tier`, whose callbacks are `moved.put` and `forgotten.put`. Loop thread only.
 
     `wall_s` is the time of day, for budgets by the day, which outlive this process. `on_recovered` is called when every
     block is back in the store, before the store begins to order.
+
+        OPENING -> RECOVERING -> MOVING        ->OFF from the first two, for good
     """
 
     def __init__(
@@ -162,15 +173,25 @@ class Mover:
         self._timer: asyncio.TimerHandle | None = None
         self._flush_due_s = clock.now_s() + RECENCY_FLUSH_S
         self._recovery: asyncio.Task[None] | None = None
-        self._recovering = True
+        self._phase = _Phase.OPENING
         self._off_reason = ""
 
-    def start(self) -> None:
-        """Recover in the background, then let the store order."""
+    async def open(self, patience_s: float) -> None:
+        """Open the drives, recover, let the store order: all in the background, however long it takes.
+
+        Waits only for the drives to be open, and at most for `patience_s`, to raise ConfigError. Whatever else goes wrong, or
+        goes wrong later, leaves the drives off, which `drives` tells.
+        """
         self._moved.open(self._take_moved)
         self._forgotten.open(self._take_forgotten)
-        self._recovery = self._loop.create_task(self._recover())
         self._timer = self._loop.call_later(self._tick_s, self._tick)
+        opening = in_daemon_thread("kvstore-nvme-open", self._tier.open)
+        self._recovery = self._loop.create_task(self._recover(opening))
+        await asyncio.wait([opening], timeout=patience_s)
+        if not opening.done():
+            logger.warning("drives are not open after %g s; RAM is served meanwhile", patience_s)
+        elif isinstance(err := opening.exception(), ConfigError):
+            raise err
 
     def pump(self) -> None:
         """Hand out what the store has decided since the last time. Cheap when that is nothing."""
@@ -186,10 +207,15 @@ class Mover:
     def drives(self) -> "tuple[DriveHealth, ...]":
         """How each drive is, for the store: not ready before the store has its blocks."""
         drives = self._tier.drives()
-        if self._off_reason:
-            return tuple(drive._replace(state="off", reason=drive.reason or self._off_reason) for drive in drives)
-        if self._recovering:
-            return tuple(drive._replace(state="recovering") if drive.state == "ready" else drive for drive in drives)
+        match self._phase:
+            case _Phase.OPENING:
+                return tuple(drive._replace(state="recovering", reason="being opened") for drive in drives)
+            case _Phase.RECOVERING:
+                return tuple(
+                    drive._replace(state="recovering") if drive.state == "ready" else drive for drive in drives
+                )
+            case _Phase.OFF:
+                return tuple(drive._replace(state="off", reason=self._off_reason) for drive in drives)
         return drives
 
     def counters(self) -> Mapping[str, int]:
@@ -209,7 +235,7 @@ class Mover:
             logger.warning("still recovering; the drives are left as they are")
             return
         await self._drain(deadline_s * _DRAIN_FRACTION)
-        if not self._recovering:
+        if self._phase is _Phase.MOVING:
             self._tier.touch(self._store.take_touches())
         self._moved.close()
         self._forgotten.close()
@@ -238,7 +264,7 @@ class Mover:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         now_s = self._clock.now_s()
         self._store.tick(now_s)
-        if now_s >= self._flush_due_s and not self._recovering:  # nor when it failed
+        if now_s >= self._flush_due_s and self._phase is _Phase.MOVING:
             self._flush_due_s = now_s + RECENCY_FLUSH_S
             if touches := self._store.take_touches():
                 self._tier.touch(touches)
@@ -255,18 +281,26 @@ class Mover:
 
     # --- recovery -------------------------------------------------------------------------------------------------------
 
-    async def _recover(self) -> None:
+    async def _recover(self, opening: asyncio.Future[None]) -> None:
         started_s = self._clock.now_s()
         try:
-            recovered = await in_daemon_thread("kvstore-nvme-recover", self._tier.recover)
-            num_blocks = await self._restore(recovered)
+            await opening
+            self._phase = _Phase.RECOVERING
+            num_blocks = await self._restore(await in_daemon_thread("kvstore-nvme-recover", self._tier.recover))
+        except ConfigError as err:
+            self._turn_off(err.message)
         except Exception as err:  # outermost frame of a task, whatever is wrong with the drives or us: RAM is served on
-            logger.exception("recovery failed; the drives stay off")
-            self._off_reason = f"recovery failed: {err}"
-            return
-        self._recovering = False
-        self.pump()
-        logger.info("recovered blocks=%d seconds=%.2f", num_blocks, self._clock.now_s() - started_s)
+            logger.exception("recovery crashed")
+            self._turn_off(f"recovery failed: {err}")
+        else:
+            self._phase = _Phase.MOVING
+            self.pump()
+            logger.info("recovered blocks=%d seconds=%.2f", num_blocks, self._clock.now_s() - started_s)
+
+    def _turn_off(self, reason: str) -> None:
+        logger.error("drives are off reason=%s", reason)
+        self._phase = _Phase.OFF
+        self._off_reason = reason
 
     async def _restore(self, recovered: "Recovered") -> int:
         """Into the store, a slice at a time, with other work of the loop in between; how many blocks."""

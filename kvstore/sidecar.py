@@ -5,7 +5,7 @@
     nvme           the drives' I/O and their indexes; recovery
     gRPC, metrics  threads of their own that post to the loop
 
-Start: claim the socket path, open the arena (no memory yet) and the drives, answer Hello; everything slow comes behind that.
+Start: claim the socket path, open the arena (no memory yet), answer Hello; everything slow comes behind that.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from kvstore.core.blocks import NO_SLOTS
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import TierIOError
 from kvstore.core.limits import GRPC_CALL_DEADLINE_S, STOP_DEADLINE_S
-from kvstore.core.moves import Forget, MoveDone
+from kvstore.core.moves import DRIVE_SHIFT, Forget, MoveDone
 from kvstore.dispatcher import Dispatcher
 from kvstore.loop_calls import call_on_loop
-from kvstore.mover import Mailbox, Mover, NoMover, in_daemon_thread
+from kvstore.mover import Mailbox, Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server import LocalServer
 from kvstore.sessions import Sessions
@@ -44,14 +44,13 @@ from kvstore.tiers.striped import StripedSlots
 if TYPE_CHECKING:
     from kvstore.grpc_server import GrpcServer
     from kvstore.tiers.nvme.recovery import Recovered
-    from kvstore.tiers.nvme.tier import DriveHealth, NvmeTier
 
 logger = logging.getLogger(__name__)
 
 BOOT_ID_NBYTES = 16
 _GRPC_GRACE_S = 1.0  # for calls under way at the stop
 _MIN_CLOSE_S = 1.0  # for the drives, whatever the others took of STOP_DEADLINE_S
-_OPEN_DEADLINE_S = 30.0  # for drives that hang, or take that long to give their space; then RAM is served without them
+_OPEN_PATIENCE_S = 10.0  # of those who start us: so long may drives take before we say that we are ready
 
 
 class Sidecar:
@@ -84,16 +83,17 @@ class Sidecar:
 
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         config = self._config
-        drives = _Drives(config, arena, loop)
-        if config.nvme:
-            await drives.open()
+        drives = _Drives(config, arena, loop) if config.nvme else None
         slots = SegmentedSlots(
             arena.nbytes, segment_bytes=arena.segment_bytes, generations=SharedGenerations(arena.generations)
         )
         store = Store(
-            pinned=slots, nvme=drives.slots, spill=_spill_policy(config), limbo_fraction=config.limbo_fraction
+            pinned=slots,
+            nvme=drives.slots if drives else None,
+            spill=_spill_policy(config),
+            limbo_fraction=config.limbo_fraction,
         )
-        mover = drives.mover(store, self._clock)
+        mover = drives.mover(store, loop, self._clock) if drives else NoMover()
         sessions = Sessions(store, loop=loop, clock=self._clock, unverified_drain_s=config.unverified_drain_s)
         expiry = _ExpiryTimer(store, mover, loop, self._clock)
         dispatcher = Dispatcher(
@@ -109,15 +109,15 @@ class Sidecar:
         descriptors = (arena.fd, arena.generations_fd)
         server = LocalServer(self._path, dispatcher=dispatcher, sessions=sessions, descriptors=descriptors)
         await server.start()
-        mover.start()
         faulting = threading.Thread(target=self._fault, args=(arena, slots, loop), name="kvstore-fault", daemon=True)
         faulting.start()
         try:
             async with AsyncExitStack() as others:
+                await mover.open(_OPEN_PATIENCE_S)
                 await self._start_others(others, dispatcher, sessions, loop)
                 self._on_ready(
                     f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} "
-                    f"{drives}boot_id={self._boot_id.hex()}"
+                    f"boot_id={self._boot_id.hex()}"
                 )
                 await stop.wait()
                 logger.info("stopping")
@@ -173,74 +173,48 @@ class Sidecar:
 
 
 class _Drives:
-    """The NVMe tier and its slots; without directories there is none. Loop thread."""
+    """The NVMe tier, made but not open, and its slots. They have no segments before all blocks from before the start are back
+    in their slots: until then nobody knows what is free, nor how large the drives are."""
 
     def __init__(self, config: Config, arena: Arena, loop: asyncio.AbstractEventLoop) -> None:
-        self._config = config
-        self._arena = arena
-        self._loop = loop
+        from kvstore.tiers.nvme.tier import NvmeTier
+
+        self._segment_bytes = arena.segment_bytes
         self._moved: Mailbox[MoveDone] = Mailbox(loop)
         self._forgotten: Mailbox[Forget] = Mailbox(loop)
-        self._generations = CountedGenerations()
-        self._tier: NvmeTier | None = None
-        self._hung: tuple[DriveHealth, ...] = ()
-        self._each: list[SegmentedSlots] = []
-        self.slots: StripedSlots | None = None
-
-    def __str__(self) -> str:
-        """For the line that says that we are ready."""
-        sizes = ",".join(format_size(nbytes) for nbytes in self._tier.drive_nbytes) if self._tier else ""
-        return f"nvme={sizes} " if sizes else ""
-
-    async def open(self) -> None:
-        """Take the directories. Raises ConfigError. When a drive hangs, there are none, which is seen in readiness."""
-        from kvstore.tiers.nvme.tier import DriveHealth, NvmeTier
-
-        paths = [Path(directory) for directory in self._config.nvme]
-        tier = NvmeTier(
-            paths,
-            self._config.nvme_bytes,
-            segment_bytes=self._arena.segment_bytes,
-            arena=self._arena.memory,
+        self._tier = NvmeTier(
+            [Path(directory) for directory in config.nvme],
+            config.nvme_bytes,
+            segment_bytes=arena.segment_bytes,
+            arena=arena.memory,
             on_moved=self._moved.put,
             on_forgotten=self._forgotten.put,
         )
-        opening = in_daemon_thread("kvstore-nvme-open", tier.open)
-        done, _ = await asyncio.wait([opening], timeout=_OPEN_DEADLINE_S)
-        if done:
-            opening.result()
-            self._tier = tier
-            self._each = [self._make_slots(nbytes) for nbytes in tier.drive_nbytes]
-        else:
-            reason = f"not open within {_OPEN_DEADLINE_S:g} s"
-            logger.error("drives are off reason=%s", reason)
-            self._hung = tuple(DriveHealth(path, "off", reason, 0, {}) for path in paths)
+        largest = (1 << DRIVE_SHIFT) // arena.segment_bytes * arena.segment_bytes
+        self._generations = CountedGenerations()
+        self._each = [
+            SegmentedSlots(largest, segment_bytes=arena.segment_bytes, generations=self._generations)
+            for _ in config.nvme
+        ]
         self.slots = StripedSlots(self._each)
 
-    def mover(self, store: Store, clock: Clock) -> Mover | NoMover:
-        """Between the store and the tier, if there is one."""
-        if self._tier is None:
-            return NoMover(self._hung)
+    def mover(self, store: Store, loop: asyncio.AbstractEventLoop, clock: Clock) -> Mover:
+        """Between the store and the tier."""
         return Mover(
             store,
             self._tier,
             moved=self._moved,
             forgotten=self._forgotten,
-            loop=self._loop,
+            loop=loop,
             clock=clock,
             on_recovered=self._on_recovered,
         )
 
-    def _make_slots(self, nbytes: int) -> SegmentedSlots:
-        return SegmentedSlots(nbytes, segment_bytes=self._arena.segment_bytes, generations=self._generations)
-
     def _on_recovered(self, recovered: "Recovered") -> None:
         """What is not in use is free, but on drives that are off."""
-        assert self._tier is not None
-        assert self.slots is not None
         self._generations.restore(NO_SLOTS._replace(generations=np.array([recovered.next_generation - 1], np.uint64)))
         for number, nbytes in enumerate(self._tier.drive_nbytes):
-            self._each[number].add_segments(nbytes // self._arena.segment_bytes)
+            self._each[number].add_segments(nbytes // self._segment_bytes)
             self.slots.set_open(number, is_open=nbytes > 0)
 
 

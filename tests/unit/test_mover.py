@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from small_store import spec
 
 from kvstore.core.clock import ManualClock
-from kvstore.core.errors import Overloaded
+from kvstore.core.errors import ConfigError, Overloaded
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
@@ -134,12 +134,19 @@ class NotingTier:
     """Does nothing. `recovered` may be an error; what it waits for may hang."""
 
     recovered: Recovered | Exception = NOTHING
+    opens: Exception | None = None
     told: list[tuple[object, ...]] = field(default_factory=list)
+    may_open: threading.Event = field(default_factory=threading.Event)
     may_recover: threading.Event = field(default_factory=threading.Event)
     may_close: threading.Event = field(default_factory=threading.Event)
     states: tuple[str, ...] = ("ready", "degraded")
     recovers_on: int = 0
     closes_in_time: bool = True
+
+    def open(self) -> None:
+        assert self.may_open.wait(DEADLINE_S)
+        if self.opens is not None:
+            raise self.opens
 
     def recover(self) -> Recovered:
         self.recovers_on = threading.get_ident()
@@ -189,12 +196,17 @@ class House:
             **timing,
         )
 
+    async def open(self) -> None:
+        self.tier.may_open.set()
+        await self.mover.open(DEADLINE_S)
+
     async def recover(self) -> None:
-        self.mover.start()
+        await self.open()
         self.tier.may_recover.set()
         await until(lambda: "start" in self.store.kinds(), "recovered")
 
     async def stop(self) -> None:
+        self.tier.may_open.set()
         self.tier.may_recover.set()
         self.tier.may_close.set()
         await self.mover.stop(DEADLINE_S)
@@ -384,7 +396,7 @@ def test_blocks_come_back_in_slices_with_other_work_in_between_and_orders_begin_
             if "start" not in house.store.kinds():
                 house.loop.call_soon(other_work)
 
-        house.mover.start()
+        await house.open()
         other_work()
         house.tier.may_recover.set()
         await until(lambda: "start" in house.store.kinds(), "recovered")
@@ -416,14 +428,49 @@ def test_blocks_come_back_in_slices_with_other_work_in_between_and_orders_begin_
 def test_no_drive_is_ready_before_the_store_has_its_blocks() -> None:
     async def scenario() -> None:
         house = House()
-        house.mover.start()
+        new = [(drive.state, drive.reason) for drive in house.mover.drives()]
+        await house.open()
         before = [drive.state for drive in house.mover.drives()]
 
         house.tier.may_recover.set()
         await until(lambda: "start" in house.store.kinds(), "recovered")
 
+        assert new == [("recovering", "being opened")] * 2
         assert before == ["recovering", "degraded"]
         assert [drive.state for drive in house.mover.drives()] == ["ready", "degraded"]
+        await house.stop()
+
+    run(scenario)
+
+
+def test_what_the_operator_must_decide_is_raised_and_nothing_is_recovered() -> None:
+    async def scenario() -> None:
+        house = House()
+        house.tier.opens = ConfigError("nvme: in use", field="nvme", value="/mnt")
+
+        with pytest.raises(ConfigError, match="in use"):
+            await house.open()
+        await house.stop()
+
+        assert house.mover.drives()[0].reason == "nvme: in use"
+        assert house.tier.recovers_on == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("late", [None, ConfigError("nvme: in use", field="nvme", value="/mnt")])
+def test_drives_that_open_late_keep_nobody_waiting(late: Exception | None) -> None:
+    async def scenario() -> None:
+        house = House()
+        house.tier.opens = late
+
+        await house.mover.open(0.01)
+        waiting = house.mover.drives()[0]
+        await house.recover() if late is None else house.tier.may_open.set()
+        await until(lambda: house.mover.drives()[0].state != "recovering", "opened")
+
+        assert (waiting.state, waiting.reason) == ("recovering", "being opened")
+        assert house.mover.drives()[0].state == ("ready" if late is None else "off")
         await house.stop()
 
     run(scenario)
@@ -461,7 +508,7 @@ def test_a_recovery_that_crashes_leaves_the_drives_off_and_the_service_going(whe
                 raise ValueError("no sense")
 
             house.store.restore = crash  # type: ignore[method-assign]
-        house.mover.start()
+        await house.open()
         house.tier.may_recover.set()
         await until(lambda: house.mover.drives()[0].state == "off", "off")
 
@@ -545,7 +592,7 @@ def test_a_drive_that_hangs_holds_up_the_end_for_the_deadline_at_most(
 def test_a_recovery_that_hangs_holds_up_the_end_for_the_deadline_at_most(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         house = House()
-        house.mover.start()
+        await house.open()
         started_s = time.monotonic()
 
         await house.mover.stop(0.2)
@@ -561,7 +608,7 @@ def test_a_recovery_that_hangs_holds_up_the_end_for_the_deadline_at_most(caplog:
 def test_without_drives_nothing_is_there_and_nothing_is_done() -> None:
     async def scenario() -> None:
         mover = NoMover()
-        mover.start()
+        await mover.open(0.0)
         mover.pump()
         await mover.stop(0.0)
 
