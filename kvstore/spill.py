@@ -186,6 +186,7 @@ class Spill:
             self._retired[forget.offset, forget.generation] = forget
             self._forgets.append(forget)
         self._orphans.clear()
+        self._flushed_sequence = self._index.sequence  # what was restored is written down already
         table = self.nvme.table
         for row in np.flatnonzero((table.state == READY) & (table.children == 0)).tolist():
             self.nvme.policy.offer(row)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from small_store import spec
+from small_store import SEGMENT, SmallStore, spec
 
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import ConfigError, Overloaded
@@ -19,6 +19,9 @@ from kvstore.core.keys import KVSpec
 from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
 from kvstore.mover import Mailbox, Mover, NoMover
+from kvstore.store import Store
+from kvstore.tiers.slots import CountedGenerations, SegmentedSlots
+from kvstore.tiers.striped import StripedSlots
 
 DEADLINE_S = 10.0
 SPEC = spec()
@@ -534,6 +537,24 @@ def test_problems_are_counted_over_all_drives_by_reason() -> None:
         assert {f"nvme_problems_{problem}_total" for problem in MoveProblem} < set(counters)
 
     run(scenario)
+
+
+def test_recency_that_came_back_from_the_drives_is_not_written_to_them_again() -> None:
+    """A million entries would take the first flush seconds."""
+    small = SmallStore()
+    drive = SegmentedSlots(SEGMENT, generations=CountedGenerations(), segment_bytes=SEGMENT)
+    store = Store(pinned=small.slots, nvme=StripedSlots([drive]))
+    store.restore(SPEC, "tenant", blocks(3))
+    drive.add_segments(1)
+    store.start_spilling({}, 0.0)
+
+    before = store.take_touches()
+    store.match(NAMESPACE, blocks(2).keys, 0.0)
+    after = store.take_touches()
+
+    assert before == []
+    assert [touch.key for touch in sorted(after, key=lambda touch: touch.offset)] == blocks(2).keys
+    assert min(touch.last_use for touch in after) > blocks(3).last_use.max()
 
 
 # --- the end ------------------------------------------------------------------------------------------------------------
