@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import all as all_benchmarks  # noqa: E402 (benchmarks is not installed)
-from benchmarks import blocks, hashing, index_memory, overhead, rpc  # noqa: E402
+from benchmarks import blocks, hashing, index_memory, nvme, overhead, rpc  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Report,
     Samples,
@@ -27,6 +27,7 @@ TINY = {
     "hashing": (hashing.main, ["--tokens", "64", "--rounds", "3"], 2),
     "rpc": (rpc.main, ["--keys", "8", "--rounds", "3"], 7),
     "blocks": (blocks.main, ["--pool-mib", "64", "--batch", "4", "--rounds", "2"], 3),
+    "nvme": (nvme.main, ["--pool-mib", "16", "--run-mib", "4", "--rounds", "2"], 22),
 }
 
 
