@@ -155,7 +155,8 @@ class SchedulerSide(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens the store can give beyond `num_computed_tokens` (a multiple of block_tokens): a contiguous run, itself a
         multiple of block_tokens, 0 when there is nothing worth loading. Owns nothing; may be asked again, as long as the
-        request waits and after each preemption."""
+        request waits and after each preemption. Who asks twice before update_state_after_alloc says that the request waits,
+        and that what it needs may be brought nearer meanwhile."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:

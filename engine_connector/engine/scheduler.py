@@ -21,6 +21,13 @@ from kvstore.engine_connector.engine.sampler import SampledToken
 from kvstore.engine_connector.engine.sequence import FinishReason, Sequence, Status
 from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest, SchedulerSide, WorkerOutput
 
+_NUM_AHEAD = 4
+"""Requests at the head of the queue that the connector hears of before they have pages: those that are admitted next. What it
+brings nearer for more of them might be gone again by then."""
+
+_ASKS_AHEAD = 2
+"""For each: the second question says that the request waits (protocol.py); more would say nothing new."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -119,6 +126,7 @@ class Scheduler:
         chunks = self._schedule_chunks()
         if not preempted:
             self._admit(decodes, chunks)
+        self._ask_ahead()
         shares = [
             ScheduledRequest(share.sequence, share.sequence.block_ids, share.start, share.num_tokens)
             for share in (*decodes, *chunks)
@@ -223,6 +231,14 @@ class Scheduler:
             elif not self._add_chunk(sequence, chunks):
                 return
 
+    def _ask_ahead(self) -> None:
+        """Let the connector hear of requests that wait."""
+        for sequence in self._waiting[:_NUM_AHEAD]:
+            if sequence.num_asks_ahead < _ASKS_AHEAD:
+                sequence.num_asks_ahead += 1
+                num_local = len(self._match_local(sequence)) * self._config.block_tokens
+                self._connector.get_num_new_matched_tokens(sequence, num_local)
+
     def _match_local(self, sequence: Sequence) -> list[int]:
         """Pages of the prefix that is in our own cache; the last token is always computed, for its logits."""
         if not self._config.prefix_caching:
@@ -238,6 +254,7 @@ class Scheduler:
         self._blocks.take(matched)
         sequence.block_ids = matched + self._blocks.allocate(num_new)
         sequence.num_computed_tokens = num_local
+        sequence.num_asks_ahead = 0
         sequence.counts.local_cached += num_local
         loadable = self._num_loadable_blocks(sequence) * self._config.block_tokens - num_local
         wanted = min(self._connector.get_num_new_matched_tokens(sequence, num_local), loadable)

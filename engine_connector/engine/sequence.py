@@ -49,6 +49,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)  # page of each block
     num_computed_tokens: int = 0  # tokens whose KV is in the pages and confirmed
     num_loading_tokens: int = 0  # beyond num_computed_tokens, being loaded
+    num_asks_ahead: int = 0  # how often the connector was asked about it before it had pages
     block_hashes: list[bytes] = field(default_factory=list)
     logit_gaps: list[float] = field(default_factory=list)
     first_token_s: float | None = None

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drive import Drive, acquire, kill_and_restart, nvme_of, running_on, stats_of, wait_until_durable
-from engines import BLOCK, Bench, Engine, open_bench
+from engines import BLOCK, GREEDY, Bench, Engine, open_bench
 from sidecar_process import SidecarProcess, wait_until
 
+from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.crash]
@@ -164,6 +165,31 @@ def test_a_working_set_larger_than_ram_is_fetched_from_the_drive(bench: Bench, d
 
         assert stats_of(sidecar).counters["promoted_blocks_total"] > 0
         expect_nothing_held(sidecar)
+
+
+def test_what_a_waiting_request_needs_is_in_ram_before_its_turn_comes(
+    bench: Bench, sidecar: SidecarProcess, drive: Drive, prompt: list[int]
+) -> None:
+    """The engine serves one request at a time, and the first one is far from its end."""
+    bench.engine(sidecar.socket).ask(prompt)
+    wait_until_durable(sidecar, drive)
+    kill_and_restart(sidecar)
+    engine, other = bench.engine(sidecar.socket, max_batch=1), bench.prompts(50, seed=9)[0]
+    engine.llm.add_request(other, SamplingParams(max_tokens=400, ignore_eos=True))
+    waiting = engine.llm.add_request(prompt, GREEDY)
+
+    for _ in range(5):
+        engine.llm.step()
+    wait_until(lambda: stats_of(sidecar).counters["promoted_blocks_total"] == NUM_LOADABLE, "in RAM")
+    outputs = {}
+    while engine.llm.has_unfinished:
+        outputs |= {delta.request_id: delta.output for delta in engine.llm.step() if delta.output is not None}
+    assert engine.llm.drain(10.0)
+
+    assert sum(len(output.token_ids) == 400 for output in outputs.values()) == 1, "the first had not ended"
+    bench.expect_same([outputs[waiting]], prompt)
+    assert outputs[waiting].num_fetched_tokens == LOADABLE
+    assert stats_of(sidecar).counters["calls_prefetch_total"] == 1
 
 
 def test_a_batch_of_requests_for_one_prefix_reads_it_once(bench: Bench, sidecar: SidecarProcess, drive: Drive) -> None:

@@ -8,20 +8,33 @@ from kvstore.engine_connector.engine.no_store import no_store
 from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams
 from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig, Step
 from kvstore.engine_connector.engine.sequence import FinishReason, Sequence
-from kvstore.engine_connector.protocol import WorkerOutput
+from kvstore.engine_connector.protocol import Request, WorkerOutput
 
 BLOCK, STOP = 4, 99
+
+
+class AskedConnector(type(no_store().scheduler)):
+    """No store, but it notes what is asked, and of what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int]] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        self.asked.append((request.request_id, num_computed_tokens))
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class Driver:
     """A scheduler whose steps are answered with token `next_token`."""
 
     def __init__(self, num_pages: int = 64, **settings: object) -> None:
+        self.connector = AskedConnector()
         config: dict = {"max_batch": 4, "chunk_tokens": 16, "max_model_len": 1000, "prefix_caching": True}
         self.scheduler = Scheduler(
             SchedulerConfig(block_tokens=BLOCK, **(config | settings)),
             BlockManager(num_pages),
-            no_store().scheduler,
+            self.connector,
             frozenset({STOP}),
         )
         self.next_token = 7
@@ -153,6 +166,57 @@ def test_a_prompt_waits_until_all_of_its_pages_fit():
     assert shares(driver.step()) == [("r0", 15, 16)]
     assert running.finish_reason is FinishReason.LENGTH
     assert shares(driver.step()) == [("r1", 0, 12)]
+
+
+def test_the_connector_hears_twice_of_a_request_that_waits_and_once_more_when_it_is_admitted():
+    driver = Driver(max_batch=1)
+    driver.add(5, max_tokens=8)
+    driver.step()
+    driver.connector.asked.clear()
+    waiting = driver.add(5, max_tokens=1)
+
+    for _ in range(5):
+        driver.step()
+    assert driver.connector.asked == [("r1", 0)] * 2
+    while waiting.finish_reason is None:
+        driver.step()
+
+    assert driver.connector.asked == [("r1", 0)] * 3
+
+
+def test_the_connector_hears_of_waiting_requests_what_the_engine_has_of_them():
+    driver = Driver(max_batch=1)
+    first = driver.add(9, max_tokens=8)
+    driver.step()
+    driver.connector.asked.clear()
+    driver.add([*first.token_ids[:9], 1, 2])
+
+    driver.step()
+
+    assert driver.connector.asked == [("r1", 8)]
+
+
+def test_the_connector_hears_of_the_head_of_the_queue_only():
+    driver = Driver(max_batch=1)
+    for _ in range(12):
+        driver.add(5)
+
+    for _ in range(5):
+        driver.step()
+
+    assert {request_id for request_id, _ in driver.connector.asked} == {"r0", "r1", "r2", "r3", "r4"}
+
+
+def test_a_preempted_request_is_asked_about_anew():
+    driver = Driver(num_pages=4)
+    driver.add(7), driver.add(7)
+    while not driver.step().meta.preempted_request_ids:
+        driver.connector.asked.clear()
+
+    for _ in range(3):
+        driver.step()
+
+    assert [request_id for request_id, _ in driver.connector.asked] == ["r1", "r1"]
 
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, FinishReason.STOP), (True, FinishReason.LENGTH)])
