@@ -305,6 +305,80 @@ def test_health_and_unknown_pages(sidecar: SidecarProcess) -> None:
         metrics(sidecar, "nothing")
 
 
+def test_a_sidecar_without_drives_is_ready_with_one_tier(sidecar: SidecarProcess) -> None:
+    assert json.loads(metrics(sidecar, "readyz")) == {"ready": True, "tiers": {"pinned": {"state": "ready"}}}
+
+
+def test_a_drive_that_is_lost_is_seen_everywhere_and_the_service_goes_on(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    flags = ["--nvme", str(drives[0]), "--nvme", str(drives[1]), "--nvme-bytes", "4MiB"]
+    namespace = SPEC.namespace()
+
+    def readiness(sidecar: SidecarProcess) -> dict[str, object]:
+        answer = json.loads(metrics(sidecar, "readyz"))
+        assert answer["ready"]
+        return answer["tiers"]["nvme"]  # type: ignore[no-any-return]
+
+    def ready(drive: Path) -> dict[str, str]:
+        return {"path": str(drive), "state": "ready", "reason": ""}
+
+    with running_sidecar(tmp_path, *flags, "--metrics-port", str(free_port())) as sidecar, connected(sidecar) as client:
+        wait_until_faulted(client)
+        wait_until(lambda: readiness(sidecar)["state"] == "ready", "recovered")
+        assert readiness(sidecar)["drives"] == [ready(drive) for drive in drives]
+        assert client.stats().tiers[1].capacity_bytes == 8 << 20
+
+        (drives[1] / "blocks.kv").unlink()
+        seeds = iter(range(1000))
+
+        def degraded() -> bool:
+            """A drive finds out when it writes."""
+            client.commit(
+                client.reserve(uuid.uuid4().hex, namespace, SPEC.hash.hash_blocks([next(seeds)] * 64)).lease_id
+            )
+            return readiness(sidecar)["state"] == "degraded"
+
+        wait_until(degraded, "noticed")
+
+        (lost,) = [drive for drive in readiness(sidecar)["drives"] if drive != ready(drives[0])]  # type: ignore[attr-defined]
+        assert (lost["path"], lost["state"]) == (str(drives[1]), "degraded")
+        assert "deleted" in lost["reason"]
+        assert 'kvstore_nvme_problems_total{reason="deleted"} 1.0' in metrics(sidecar)
+        assert f'kvstore_drive_state{{drive="{drives[1]}",state="degraded",tier="nvme"}} 1.0' in metrics(sidecar)
+        command = [sys.executable, "-m", "kvstore.cli.main", "stat", "--socket", str(sidecar.socket)]
+        table = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, cwd=ROOT)
+        assert "degraded" in table.stdout
+        assert metrics(sidecar, "healthz") == "ok\n"
+        client.commit(client.reserve(uuid.uuid4().hex, namespace, KEYS).lease_id)
+        assert client.match(namespace, KEYS).num_blocks == len(KEYS)
+        assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "right"),
+    [
+        (("--nvme", "{}/none/drive"), "error: nvme: {}/none/drive: its parent does not exist"),
+        (("--nvme", "{}/file"), "error: nvme: {}/file: is not a directory"),
+        (("--nvme", "{}/drive", "--nvme", "{}/drive/../drive"), "error: nvme: "),
+        (("--nvme", "{}/drive", "--nvme-bytes", "100TiB"), "error: nvme_bytes: "),
+        (("--nvme", "{}/drive", "--nvme-bytes", "512KiB"), "error: nvme_bytes: "),
+    ],
+)
+def test_drives_that_cannot_be_as_the_operator_wants_end_the_start(
+    tmp_path: Path, flags: tuple[str, ...], right: str
+) -> None:
+    (tmp_path / "file").touch()
+    sidecar = SidecarProcess(tmp_path / "kvstore.sock", *(flag.format(tmp_path) for flag in flags))
+
+    sidecar.spawn()
+    wait_until(lambda: not sidecar.alive(), "ended")
+
+    assert sidecar.stop() == 2
+    assert right.format(tmp_path) in sidecar.log
+    assert "Traceback" not in sidecar.log
+    assert not sidecar.socket.exists()
+
+
 # --- gRPC ---------------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +401,7 @@ def test_every_verb_is_served_over_grpc(sidecar: SidecarProcess) -> None:
 
         matched = verb(channel, "Match")(pb.MatchRequest(namespace=namespace, keys=packed), **session)
         lease = verb(channel, "Acquire")(pb.AcquireRequest(request_id="r", namespace=namespace, keys=packed), **session)
+        prefetched = verb(channel, "Prefetch")(pb.PrefetchRequest(namespace=namespace, keys=packed), **session)
         renewed = verb(channel, "Renew")(pb.RenewRequest(lease_ids=lease.lease_id.to_bytes(8, "little")), **session)
         verb(channel, "Release")(pb.ReleaseRequest(lease_id=lease.lease_id, outcome=pb.LOADED), **session)
         dropped = verb(channel, "Drop")(pb.DropRequest(namespace=namespace, all=True), **session)
@@ -334,6 +409,7 @@ def test_every_verb_is_served_over_grpc(sidecar: SidecarProcess) -> None:
 
         assert matched.num_blocks == lease.num_blocks == dropped.num_dropped == len(KEYS)
         assert len(lease.offsets) == 8 * len(KEYS)
+        assert (prefetched.num_blocks, prefetched.num_started) == (len(KEYS), 0)
         assert renewed.ended_lease_ids == b""
         assert stats.num_leases == 0
         assert {matched.boot_id, lease.boot_id, stats.boot_id} == {writer.boot_id}
@@ -350,7 +426,9 @@ def test_an_idle_grpc_session_ends_like_a_closed_connection(tmp_path: Path) -> N
     async def scenario() -> None:
         loop, clock = asyncio.get_running_loop(), MonotonicClock()
         with Arena(1 << 20, segment_bytes=1 << 20) as arena:
-            slots = SegmentedSlots(arena.nbytes, segment_bytes=1 << 20, generations=SharedGenerations(arena.generations))
+            slots = SegmentedSlots(
+                arena.nbytes, segment_bytes=1 << 20, generations=SharedGenerations(arena.generations)
+            )
             store = Store(pinned=slots)
             sessions = Sessions(store, loop=loop, clock=clock)
             dispatcher = Dispatcher(store=store, sessions=sessions, arena=arena, boot_id=bytes(16), clock=clock)
