@@ -61,8 +61,8 @@ def merge(drives: Sequence[DriveScan], *, segment_bytes: int) -> tuple[Recovered
     quarantined: list[tuple[int, int]] = []
     for drive, scan, nbytes in drives:
         specs |= scan.namespaces
-        usable = _usable(scan, erase[drive])
-        slots = _take_slots(usable, scan, nbytes, segment_bytes, erase[drive])
+        usable = usable_rows(scan, erase[drive])
+        slots = take_slots(usable, scan, nbytes, segment_bytes, erase[drive])
         quarantined += [(drive << DRIVE_SHIFT | slot.offset, slot.nbytes) for slot in slots]
         for namespace, rows in usable.items():
             if len(rows):
@@ -81,7 +81,7 @@ def merge(drives: Sequence[DriveScan], *, segment_bytes: int) -> tuple[Recovered
     return recovered, erase
 
 
-def _usable(scan: Scan, erase: list[Erase]) -> dict[bytes, Rows]:
+def usable_rows(scan: Scan, erase: list[Erase]) -> dict[bytes, Rows]:
     """Rows by namespace, without those whose namespace is not known or has blocks of another size."""
     usable: dict[bytes, Rows] = {}
     for digest_nbytes, rows in scan.rows.items():
@@ -105,7 +105,7 @@ def _by_namespace(rows: Rows) -> Iterator[tuple[bytes, Rows]]:
         yield group["namespace"][0].tobytes(), group
 
 
-def _take_slots(
+def take_slots(
     usable: dict[bytes, Rows], scan: Scan, nbytes: int, segment_bytes: int, erase: list[Erase]
 ) -> list[Quarantined]:
     """Remove from `usable` what does not fit the drive's slots, and choose the quarantined slots that do."""
