@@ -34,8 +34,8 @@ def keys_of(seed: int, num_blocks: int) -> list[bytes]:
     return SPEC.hash.hash_blocks([seed, *range(num_blocks * SPEC.block_tokens - 1)])
 
 
-def content(key: bytes) -> NDArray[np.uint8]:
-    return np.resize(np.frombuffer(key, np.uint8), BLOCK_NBYTES)
+def content(key: bytes, nbytes: int = BLOCK_NBYTES) -> NDArray[np.uint8]:
+    return np.resize(np.frombuffer(key, np.uint8), nbytes)
 
 
 def write(client: Client, offset: int, key: bytes) -> None:

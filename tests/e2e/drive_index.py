@@ -1,0 +1,58 @@
+"""What lies in a drive's directory, read from outside while nobody writes there: the entries, and the bytes they speak of."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+import numpy as np
+from block_client import content
+from xxhash import xxh3_64_intdigest
+
+from kvstore.tiers.nvme.records import HEADER_NBYTES, ROW_DTYPES, decode_rows, intact
+from kvstore.tiers.nvme.tables import BLOCK_TABLES
+
+
+class Entry(NamedTuple):
+    """A block that is durable."""
+
+    namespace: bytes
+    key: bytes
+    start: int  # of its slot, in the data file
+    nbytes: int
+    checksum: int
+    is_whole: bool  # the entry itself
+
+
+def entries_in(directory: Path) -> list[Entry]:
+    """Every entry of the index; none when there is no index yet."""
+    if not (directory / "index" / "data.mdb").exists():
+        return []
+    found: list[Entry] = []
+    with lmdb.open(str(directory / "index"), readonly=True, lock=False, max_dbs=16) as env, env.begin() as txn:
+        for digest_nbytes, table in BLOCK_TABLES.items():
+            packed = b"".join(key + value for key, value in txn.cursor(env.open_db(table.encode(), txn, create=False)))
+            assert len(packed) % ROW_DTYPES[digest_nbytes].itemsize == 0
+            rows = decode_rows(packed, digest_nbytes)
+            for row, is_whole in zip(rows, intact(rows).tolist(), strict=True):
+                start = HEADER_NBYTES + int(row["offset"])
+                name, key = row["namespace"].tobytes(), row["key"].tobytes()
+                found.append(Entry(name, key, start, int(row["nbytes"]), int(row["checksum"]), is_whole))
+    return found
+
+
+def damage_in(directory: Path) -> list[str]:
+    """Entries that are not whole, or whose slot holds other bytes than block_client's for their key; in words."""
+    entries = entries_in(directory)
+    if not entries:
+        return []
+    data = np.fromfile(directory / "blocks.kv", np.uint8)
+    wrong: list[str] = []
+    for entry in entries:
+        block = data[entry.start : entry.start + entry.nbytes]
+        if not entry.is_whole:
+            wrong.append(f"entry {entry.key.hex()}")
+        elif block.nbytes != entry.nbytes or (block != content(entry.key, entry.nbytes)).any():
+            wrong.append(f"bytes of {entry.key.hex()} at {entry.start}")
+        elif xxh3_64_intdigest(block.data) != entry.checksum:
+            wrong.append(f"checksum of {entry.key.hex()}")
+    return wrong
