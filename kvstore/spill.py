@@ -122,7 +122,7 @@ class Spill:
         self._writing_bytes = 0
         self._retired: dict[tuple[int, int], Forget] = {}  # by offset and generation: removals that are not durable yet
         self._quarantined: dict[int, Extent] = {}  # by offset
-        self._orphans: list[tuple[Extent, Forget]] = []  # found at recovery
+        self._orphans: list[tuple[Extent, Forget]] = []  # restored, and to be forgotten at the start
         self._moves: list[Move] = []
         self._forgets: list[Forget] = []
         self._namespaces: list[tuple[bytes, str, bytes]] = []
@@ -140,6 +140,11 @@ class Spill:
     def num_reads_in_flight(self) -> int:
         """Blocks on their way to RAM."""
         return sum(flight.urgency is not Urgency.WRITE for flight in self._flights.values())
+
+    @property
+    def _takes_writes(self) -> bool:
+        """Whether a drive takes writes, or will again after its pause."""
+        return self._slots.num_open > 0 or bool(self._pauses)
 
     def grow(self) -> None:
         """Follow the index's capacity; called after rows were added."""
@@ -181,10 +186,7 @@ class Spill:
         self._budget.start(written, wall_offset_s)
         for extent in self._quarantined.values():
             self._slots.to_limbo(extent)
-        for extent, forget in self._orphans:
-            self._slots.to_limbo(extent)
-            self._retired[forget.offset, forget.generation] = forget
-            self._forgets.append(forget)
+        self._order_forgets(self._orphans)
         self._orphans.clear()
         self._flushed_sequence = self._index.sequence  # what was restored is written down already
         table = self.nvme.table
@@ -226,12 +228,12 @@ class Spill:
 
     def on_stored(self, rows: Rows) -> None:
         """Blocks were committed."""
-        if self._policy.write_policy == "write_through" and self._slots.num_open:
+        if self._policy.write_policy == "write_through" and self._takes_writes:
             self._want_written(rows)
 
     def on_read(self, rows: Rows) -> None:
         """Blocks in RAM were leased to a reader."""
-        if self._policy.write_policy == "write_through_selective" and self._slots.num_open:
+        if self._policy.write_policy == "write_through_selective" and self._takes_writes:
             self._want_written(rows[self.pinned.table.state[rows] == READY])
 
     def order_reads(self, entry: Namespace, rows: Rows, urgency: Urgency) -> None:
@@ -305,8 +307,8 @@ class Spill:
                 self._slots.free(Extent(forget.offset, forget.nbytes, forget.generation))
 
     def check(self) -> None:
-        """I3 on the drives, and that every move holds what it moves."""
-        self.nvme.check()
+        """I3 on the drives, once their segments are added, and that every move holds what it moves."""
+        (self.nvme if self.active else self.nvme.table).check()
         pinned, nvme = self.pinned.table, self.nvme.table
         retired = sum(self._slots.slot_nbytes(forget.nbytes) for forget in self._retired.values())
         assert not self.active or retired + self.quarantined_bytes == self._slots.limbo_bytes
@@ -422,7 +424,7 @@ class Spill:
         row, rows = flight.row, np.array([flight.row], np.int64)
         if done.problem is None:
             self._checksums[row] = done.checksum
-            self._pauses.pop(flight.drive, None)
+            self._end_pause(flight.drive, now_s)
             if self.nvme.table.state_at[row] == WRITING:
                 self._counters["demoted_blocks_total"] += 1
                 self.nvme.publish(rows)
@@ -452,6 +454,13 @@ class Spill:
         length_s = first_s if last is None else min(2 * last.length_s, longest_s)
         self._pauses[drive] = _Pause(now_s + length_s, length_s)
         self._slots.set_open(drive, is_open=False)
+
+    def _end_pause(self, drive: int, now_s: float) -> None:
+        """A write ended well. One that was in flight with a write that failed says nothing about those to come."""
+        pause = self._pauses.get(drive)
+        if pause is not None and pause.until_s <= now_s:
+            del self._pauses[drive]
+            self._slots.set_open(drive, is_open=True)
 
     # --- reading --------------------------------------------------------------------------------------------------------
 
@@ -506,10 +515,17 @@ class Spill:
             self._moves.append(Move(self._num_moves, urgency, arena_offset, record))
 
     def _retire(self, rows: Rows) -> None:
-        """Blocks have left the drives: their slots are free when the removal is durable (I8)."""
-        for row in rows.tolist():
-            forget = self._forget(row, None)
-            self._slots.to_limbo(self.nvme.table.extent(row))
+        """Blocks have left the drives: their slots are free when the removal is durable (I8). Before the start there are no
+        segments yet whose slots could go to limbo."""
+        retired = [(self.nvme.table.extent(row), self._forget(row, None)) for row in rows.tolist()]
+        if self.active:
+            self._order_forgets(retired)
+        else:
+            self._orphans += retired
+
+    def _order_forgets(self, retired: Sequence[tuple[Extent, Forget]]) -> None:
+        for extent, forget in retired:
+            self._slots.to_limbo(extent)
             self._retired[forget.offset, forget.generation] = forget
             self._forgets.append(forget)
 

@@ -200,7 +200,7 @@ class Store:
         else:
             self._leases.renew(lease, expiry_s(ttl_s, now_s))
         num_blocks = lease.first_needed + len(lease.rows)
-        ready = (lease.pending & (self._blocks.table.state[lease.rows] != ARRIVING)).tobytes()
+        ready = self._ready(lease)
         return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes, ready)
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -503,6 +503,14 @@ class Store:
             absent = absent[:num_free]
         self._spill.order_reads(entry, needed[absent], urgency)
         return needed
+
+    def _ready(self, lease: Lease) -> bytes:
+        """ReadGrant.ready of a live lease. A block that was dropped on its way is LEAVING, and may still be to come."""
+        state = self._blocks.table.state[lease.rows]
+        ready: NDArray[np.bool_] = lease.pending & (state != ARRIVING)
+        for i in np.flatnonzero(ready & (state == LEAVING)).tolist():
+            ready[i] = int(lease.rows[i]) not in self._waiting
+        return ready.tobytes()
 
     def _give_up(self, row: int) -> None:
         """A block that leases wait for will not come."""
