@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,11 +13,13 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import xxhash
 from small_drive import NAMESPACE, PAGE, SPEC, forget, key, record, spec
 
 from kvstore.core.errors import ConfigError, TierIOError
+from kvstore.core.keys import KVSpec
 from kvstore.core.limits import SLOT_ALIGN_BYTES
-from kvstore.core.moves import DRIVE_SHIFT, Forget, MoveProblem, Touch
+from kvstore.core.moves import DRIVE_SHIFT, BlockRecord, Forget, MoveProblem, Touch
 from kvstore.tiers.nvme import index as index_module
 from kvstore.tiers.nvme import records as r
 from kvstore.tiers.nvme.index import DriveIndex
@@ -132,6 +135,31 @@ class TestRecords:
         assert r.decode_written(*r.encode_written(490_000, 77)) == (490_000, 77)
         assert r.decode_written(b"short", b"12345678") is None
         assert r.decode_written(*r.encode_written(490_000, 77)[:1], b"1234567") is None
+
+
+class TestWorkedExample:
+    def test_the_document_has_the_bytes_that_we_make(self) -> None:
+        example = KVSpec(weights="example", num_layers=2, num_kv_heads=1, head_dim=8, dtype="float16")
+        namespace = example.namespace("acme")
+        first, second = example.hash.hash_blocks(list(range(32)))
+        checksums = [xxhash.xxh3_64_intdigest(bytes([fill]) * example.block_nbytes) for fill in (0, 1)]
+        blocks = [
+            BlockRecord(namespace, first, b"", 0, 1024, 7, checksums[0], 41, 2),
+            BlockRecord(namespace, second, first, 4096, 1024, 8, checksums[1], 40, 0),
+        ]
+        drive_id = bytes(range(16))
+        pairs = [
+            *r.row_items(r.encode_rows(blocks, 16, OFFSET_MASK)),
+            (b"", r.encode_header(r.Header(1, drive_id, 64 << 20))[:48]),
+            (b"", r.encode_meta(r.Meta(1, drive_id, 64 << 20, 1 << 30))),
+            r.encode_quarantined(r.Quarantined(8192, 1024, "checksum")),
+            r.encode_written(495528, 8192),
+        ]
+        document = (Path(r.__file__).parent / "FORMAT.md").read_text().partition("## 5.")[2]
+        words = "".join(re.findall(r"\b(?:[0-9a-f]{8}){1,8}\b", document))
+
+        for part in (namespace, first, second, *(part for pair in pairs for part in pair)):
+            assert part.hex() in words
 
 
 def _padded_header(data: bytes) -> r.Header | None:
