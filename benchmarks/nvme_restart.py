@@ -1,0 +1,169 @@
+"""How long until the blocks on a drive are known again after a restart?
+
+Two drives are made: 10,000 blocks in slots of 2 MiB (the data file is sparse: recovery reads no byte of a block), and a
+million entries of the smallest blocks. Each restart is what the sidecar does: look at the index's pages, open, scan, drop
+what is not usable, put parents before children. The limit beside it: reading the index file once, from the page cache.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+
+from benchmarks.harness import Report, Row, Samples, at_most, interleave, machine_card, show
+from kvstore.core.keys import KVSpec
+from kvstore.core.limits import SEGMENT_BYTES
+from kvstore.core.moves import BlockRecord
+from kvstore.tiers.nvme.directory import DriveDirectory
+from kvstore.tiers.nvme.file import DirectFile
+from kvstore.tiers.nvme.records import encode_namespace
+from kvstore.tiers.nvme.tier import NvmeTier
+
+QUESTION = "Restart: until a drive's blocks are known again"
+GOAL_S = 2.0
+SEED = 1
+SEQUENCE_BLOCKS = 64
+_COMMIT_ENTRIES = 20_000
+
+
+class Shape(NamedTuple):
+    """A drive to restart from."""
+
+    name: str
+    spec: KVSpec
+    num_blocks: int
+
+
+class SparseFile(DirectFile):
+    """Its space is not taken: 20 GB for a benchmark that reads none of it would be rude."""
+
+    def resize(self, nbytes: int) -> None:
+        os.ftruncate(self._fd, nbytes)
+
+
+def shapes(num_large: int, num_small: int) -> tuple[Shape, ...]:
+    large = KVSpec(weights="large", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    small = KVSpec(weights="small", num_layers=1, num_kv_heads=1, head_dim=64, dtype="bfloat16")
+    assert large.block_nbytes == 2 << 20
+    assert small.block_nbytes == 4096
+    return Shape("2 MiB blocks", large, num_large), Shape("4 KiB blocks", small, num_small)
+
+
+def run(*, num_large: int = 10_000, num_small: int = 1_000_000, rounds: int = 7, folder: Path | None = None) -> Report:
+    root = Path(tempfile.mkdtemp(prefix="kvstore-restart-", dir=folder))
+    try:
+        rows: list[Row] = []
+        goals = []
+        for shape in shapes(num_large, num_small):
+            path = root / shape.name.replace(" ", "-")
+            make_drive(path, shape)
+            samples = interleave(
+                {
+                    "restart": lambda path=path, shape=shape: restart(path, shape),
+                    "read": lambda path=path: read_index(path),
+                },
+                rounds=rounds,
+            )
+            rows.append(_row(shape, path, samples["restart"], samples["read"]))
+            goals.append(
+                at_most(f"restart with {shape.num_blocks:,} {shape.name}, s", samples["restart"].median_s, GOAL_S)
+            )
+        return Report(
+            question=QUESTION,
+            command="python -m benchmarks.nvme_restart",
+            rows=rows,
+            goals=goals,
+            remarks=["the tier's part: until its answer; taking the blocks into the store's index comes on top"],
+        )
+    finally:
+        shutil.rmtree(root)
+
+
+def _row(shape: Shape, path: Path, restarted: Samples, read: Samples) -> Row:
+    return {
+        "drive": shape.name,
+        "entries": shape.num_blocks,
+        "index_mib": round((path / "index" / "data.mdb").stat().st_size / 2**20, 1),
+        "restart_s": round(restarted.median_s, 3),
+        "worst_s": round(restarted.p99_s, 3),
+        "read_index_s": round(read.median_s, 3),
+        "us_per_entry": round(restarted.median_s / shape.num_blocks * 1e6, 2),
+    }
+
+
+def make_drive(path: Path, shape: Shape) -> None:
+    """A drive as a long life leaves it: sequences of SEQUENCE_BLOCKS, entries committed in groups."""
+    directory = DriveDirectory(path, segment_bytes=SEGMENT_BYTES, open_file=SparseFile.open)
+    directory.open(drive_nbytes(shape))
+    try:
+        named = {shape.spec.namespace(): encode_namespace("", shape.spec.canonical())}
+        for group in _groups(shape):
+            directory.tables.commit(group, named, 0)
+        directory.settle()
+    finally:
+        directory.close()
+
+
+def drive_nbytes(shape: Shape) -> int:
+    slots_per_segment = SEGMENT_BYTES // shape.spec.block_nbytes
+    return -(-shape.num_blocks // slots_per_segment) * SEGMENT_BYTES
+
+
+def _groups(shape: Shape) -> Iterator[Sequence[BlockRecord]]:
+    packed = np.random.default_rng(SEED).bytes(16 * shape.num_blocks)
+    keys = [packed[start : start + 16] for start in range(0, len(packed), 16)]
+    namespace, nbytes = shape.spec.namespace(), shape.spec.block_nbytes
+    for first in range(0, shape.num_blocks, _COMMIT_ENTRIES):
+        yield [
+            BlockRecord(
+                namespace, keys[i], keys[i - 1] if i % SEQUENCE_BLOCKS else b"", i * nbytes, nbytes, i + 1, i, i, 1
+            )
+            for i in range(first, min(first + _COMMIT_ENTRIES, shape.num_blocks))
+        ]
+
+
+def restart(path: Path, shape: Shape) -> None:
+    tier = NvmeTier(
+        [path],
+        drive_nbytes(shape),
+        segment_bytes=SEGMENT_BYTES,
+        arena=np.zeros(4096, np.uint8),
+        on_moved=lambda _: None,
+        on_forgotten=lambda _: None,
+        open_file=SparseFile.open,
+    )
+    tier.open()
+    try:
+        (blocks,) = tier.recover().namespaces
+        assert len(blocks.keys) == shape.num_blocks
+    finally:
+        tier.close(10.0)
+
+
+def read_index(path: Path) -> None:
+    buffer = bytearray(1 << 20)
+    with (path / "index" / "data.mdb").open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+@click.command()
+@click.option("--large", default=10_000, show_default=True, help="Blocks of 2 MiB.")
+@click.option("--small", default=1_000_000, show_default=True, help="Blocks of 4 KiB.")
+@click.option("--rounds", default=7, show_default=True)
+@click.option(
+    "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where to make the drives."
+)
+@click.option("--json", "as_json", is_flag=True)
+def main(*, large: int, small: int, rounds: int, folder: Path | None, as_json: bool) -> None:
+    card = machine_card()
+    show(run(num_large=large, num_small=small, rounds=rounds, folder=folder), card, as_json=as_json)
+
+
+if __name__ == "__main__":
+    main()
