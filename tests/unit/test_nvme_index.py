@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.core.moves import DRIVE_SHIFT, BlockRecord, Forget, MoveProblem, Touch
 from kvstore.tiers.nvme import index as index_module
 from kvstore.tiers.nvme import records as r
+from kvstore.tiers.nvme.file import problem_of
 from kvstore.tiers.nvme.index import DriveIndex
 from kvstore.tiers.nvme.lmdb_pages import require_sound
 from kvstore.tiers.nvme.tables import KEPT_HOURS, OFFSET_MASK, Erase, IndexTables, Op
@@ -162,6 +164,11 @@ class TestWorkedExample:
             assert part.hex() in words
 
 
+def _put_in_hundreds(tables: IndexTables, first: int, end: int) -> None:
+    for number in range(first, end, 100):
+        tables.commit([record(number + i) for i in range(100)], NAMESPACES, 1)
+
+
 def _padded_header(data: bytes) -> r.Header | None:
     return r.decode_header(data.ljust(SLOT_ALIGN_BYTES, b"\0"))
 
@@ -258,6 +265,26 @@ class TestTables:
         assert tables.num_entries() == 5000
         tables.close()
 
+    def test_a_limit_of_file_size_is_an_error_that_passes(self, tables: IndexTables) -> None:
+        """As a full file system, for machines on which nothing may be mounted."""
+        tables.commit([record(number) for number in range(100)], NAMESPACES, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tables.path / "data.mdb").stat().st_size, hard))
+        try:
+            with pytest.raises(TierIOError) as caught:
+                _put_in_hundreds(tables, 100, 5000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert problem_of(OSError(caught.value.fields["errno"], "")) is MoveProblem.NO_SPACE
+        held = set(scanned(tables))
+
+        tables.reopen()
+        assert set(scanned(tables)) == held
+        assert held >= {key(number) for number in range(100)}
+        tables.commit([record(number) for number in range(5000)], NAMESPACES, 1)
+
+        assert len(scanned(tables)) == 5000
+
     def test_both_lengths_of_keys_live_side_by_side(self, tables: IndexTables) -> None:
         wide = spec(digest_nbytes=32)
         named = {**NAMESPACES, wide.namespace(): r.encode_namespace("", wide.canonical())}
@@ -342,7 +369,7 @@ class RecordingTables(IndexTables):
     def __init__(self, path: Path, recorder: Recorder) -> None:
         super().__init__(path)
         self.recorder = recorder
-        self.errors: list[TierIOError] = []
+        self.errors: list[Exception] = []
 
     def commit(self, ops: Sequence[Op], namespaces: Mapping[bytes, bytes], hour: int) -> None:
         self.recorder.events.append(f"commit {len(ops)}")
@@ -487,6 +514,18 @@ class TestDriveIndex:
 
         assert index.close(1.0)
         assert index.close(1.0)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_bug_of_ours_stops_writes_and_does_not_hang_flush(self, make: Make) -> None:
+        index, tables = make()
+        tables.errors = [ZeroDivisionError("bug")]
+        index.put([record(1)])
+        index.start()
+
+        assert not index.flush(10.0)
+
+        assert index.problem is not None
+        assert "bug" in index.problem[1]
 
     def test_an_unannounced_namespace_is_our_bug(self, make: Make) -> None:
         index, _ = make()

@@ -58,6 +58,7 @@ class DriveIndex:
         self._hurry = False  # do not wait for company
         self._closing = False
         self._silent = False
+        self._ended = False
         self._problem: tuple[MoveProblem, str] | None = None
         self._num_failures = 0
         self._callback = threading.Lock()  # held while on_forgotten runs
@@ -108,7 +109,7 @@ class DriveIndex:
             self._changed.notify_all()
             while self._queue or self._committing:
                 left_s = end_s - time.monotonic()
-                if left_s <= 0 or not self._thread.is_alive():
+                if left_s <= 0 or self._ended:
                     return False
                 self._changed.wait(left_s)
         return True
@@ -143,6 +144,17 @@ class DriveIndex:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._commit_groups()
+        except BaseException as err:
+            self._problem = MoveProblem.GONE, f"its thread ended: {err!r}"  # a bug of ours; no writes any more
+            raise
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _commit_groups(self) -> None:
         while group := self._next_group():
             problem = self._commit(group)
             with self._changed:
