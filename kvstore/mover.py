@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError, Overloaded
 from kvstore.core.keys import KVSpec
-from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
+from kvstore.core.limits import MAX_REPORTS_PER_TURN, RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import Forget, Move, MoveDone, MoveProblem, Touch
 from kvstore.store import Store
 
@@ -75,7 +75,8 @@ class Drives(Protocol):
 
 
 class Mailbox(Generic[T]):
-    """What other threads have for the loop. However much comes in between two turns of the loop, it wakes up once."""
+    """What other threads have for the loop. However much comes in between two turns of the loop, it wakes up once; however
+    much there is, it takes no more than MAX_REPORTS_PER_TURN in a turn."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -105,8 +106,13 @@ class Mailbox(Generic[T]):
 
     def _deliver(self) -> None:
         self._awake = False
-        if self._take is not None and self._values:
-            self._take([self._values.popleft() for _ in range(len(self._values))])
+        if self._take is None or not self._values:
+            return
+        taken = [self._values.popleft() for _ in range(min(len(self._values), MAX_REPORTS_PER_TURN))]
+        if self._values:
+            self._awake = True
+            self._loop.call_soon(self._deliver)
+        self._take(taken)
 
 
 class NoMover:

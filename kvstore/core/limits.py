@@ -110,6 +110,9 @@ RECENCY_FLUSH_S = 30.0
 RESTORE_SLICE_BLOCKS = 2048
 """Blocks that recovery gives to the loop at once; some 3 ms."""
 
+MAX_REPORTS_PER_TURN = 64
+"""Ends of moves and removals that the loop takes in one turn; some 2 ms. The rest waits for the next, requests go between."""
+
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25
 """A client's call on the engine's path. Past it: PeerUnavailable, the connection is dropped and the breaker opens."""

@@ -16,7 +16,7 @@ from small_store import SEGMENT, SmallStore, spec
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import ConfigError, Overloaded
 from kvstore.core.keys import KVSpec
-from kvstore.core.limits import RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
+from kvstore.core.limits import MAX_REPORTS_PER_TURN, RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
 from kvstore.mover import Mailbox, Mover, NoMover
 from kvstore.store import Store
@@ -243,10 +243,33 @@ def test_many_reports_wake_the_loop_once() -> None:
         mailbox.open(taken.append)
         await asyncio.sleep(0)
 
-        on_other_thread(lambda: [mailbox.put([i, i]) for i in range(100)] and None)
+        on_other_thread(lambda: [mailbox.put([i, i]) for i in range(30)] and None)
         await until(lambda: bool(taken), "taken")
 
-        assert taken == [[i for number in range(100) for i in (number, number)]]
+        assert taken == [[i for number in range(30) for i in (number, number)]]
+
+    run(scenario)
+
+
+def test_other_work_of_the_loop_goes_between_many_reports() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        seen: list[object] = []
+        mailbox: Mailbox[int] = Mailbox(loop)
+        mailbox.open(lambda taken: seen.append(len(taken)))
+
+        def other_work() -> None:
+            seen.append("other work")
+            if 1 not in seen:
+                loop.call_soon(other_work)
+
+        other_work()
+        on_other_thread(lambda: mailbox.put(range(2 * MAX_REPORTS_PER_TURN + 1)))
+        await until(lambda: 1 in seen, "all taken")
+
+        counts = [i for i, what in enumerate(seen) if what != "other work"]
+        assert [seen[i] for i in counts] == [MAX_REPORTS_PER_TURN, MAX_REPORTS_PER_TURN, 1]
+        assert all(later - earlier > 1 for earlier, later in itertools.pairwise(counts))
 
     run(scenario)
 
