@@ -106,7 +106,8 @@ class StoreSession:
         self._lost.set()
 
     def awaits(self, boot_id: bytes) -> bool:
-        """Whether `follow` has just made us connect to that boot's sidecar, and the first attempt has not ended yet."""
+        """Whether `follow` has just made us connect to that boot's sidecar, and the first attempt has not ended yet. The arena
+        and `live_boot_id` change meanwhile; ask this first, and what they say afterwards is not about to change."""
         return boot_id == self._awaited != b""
 
     def close(self) -> None:

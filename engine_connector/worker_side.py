@@ -185,18 +185,16 @@ class StoreWorkerSide:
         return Arrival.THERE
 
     def _look(self, load: _Load, live_boot_id: bytes) -> Arrival:
-        """Whether the next block is there; and whether it is worth waiting for."""
-        job = load.job
+        """Whether the next block is there; and if not, whether somebody is alive who brings it, or is being connected to."""
+        job, session = load.job, self._session
+        connecting = session.awaits(job.boot_id)
         if load.arena is None:
-            # Before the look: if connecting has ended, the look is the last word.
-            connecting = self._session.awaits(job.boot_id)
-            load.arena = self._session.arena(job.boot_id)
-            if load.arena is None:
-                return Arrival.ON_ITS_WAY if connecting else Arrival.LOST
-        arrival = _arrival(load.arena, job.moves[load.num_loaded])
-        if arrival is Arrival.ON_ITS_WAY and job.boot_id != live_boot_id:
-            return Arrival.LOST  # whoever was to bring it is dead
-        return arrival
+            load.arena = session.arena(job.boot_id)
+        arrival = Arrival.ON_ITS_WAY if load.arena is None else _arrival(load.arena, job.moves[load.num_loaded])
+        if arrival is not Arrival.ON_ITS_WAY or connecting:
+            return arrival
+        brought = load.arena is not None and job.boot_id in (live_boot_id, session.live_boot_id)
+        return arrival if brought else Arrival.LOST
 
     def _report_load(self, load: _Load) -> None:
         job, num_loaded = load.job, load.num_loaded

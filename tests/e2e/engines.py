@@ -75,18 +75,15 @@ class Engine:
         self.llm = LLM(model, connector_factory=self._connect, **(SMALL | settings))
 
     def _connect(self, spec: KVSpec) -> Connector:
-        client = Client(
-            str(self._socket),
-            instance=uuid.uuid4().bytes,
-            role=pb.BOTH,
-            specs=[spec],
-            call_deadline_s=self._call_deadline_s,
-            connect_deadline_s=PATIENT_S,
-        )
-        self.session = StoreSession(client, backoff_s=(0.01, 0.05))
-        self.session.start()
+        self.session = self._open_session(instance=uuid.uuid4().bytes, role=pb.BOTH, specs=[spec])
         self.scheduler = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=MonotonicClock())
         return Connector(self.scheduler, WatchedWorker(self.session, self._before))
+
+    def _open_session(self, **hello: Any) -> StoreSession:
+        client = Client(str(self._socket), call_deadline_s=self._call_deadline_s, connect_deadline_s=PATIENT_S, **hello)
+        session = StoreSession(client, backoff_s=(0.01, 0.05))
+        session.start()
+        return session
 
     def ask(self, *prompts: list[int], params: SamplingParams = GREEDY) -> list[RequestOutput]:
         outputs = self.llm.generate(prompts, params)
@@ -106,6 +103,21 @@ class Engine:
         self.check()
 
 
+class SplitEngine(Engine):
+    """An engine whose two sides have a connection each, as in vLLM: the worker's only maps the arena."""
+
+    def _connect(self, spec: KVSpec) -> Connector:
+        instance = uuid.uuid4().bytes
+        self.session = self._open_session(instance=instance, role=pb.SCHEDULER, specs=[spec], want_arena=False)
+        self.worker_session = self._open_session(instance=instance, role=pb.WORKER)
+        self.scheduler = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=MonotonicClock())
+        return Connector(self.scheduler, WatchedWorker(self.worker_session, self._before))
+
+    def close(self) -> None:
+        super().close()
+        self.worker_session.close()
+
+
 class Bench:
     """The tiny model, what the storeless engine says, and engines with the store that are closed at the end."""
 
@@ -121,9 +133,10 @@ class Bench:
         *,
         before: Hook = lambda way, number: None,
         call_deadline_s: float = PATIENT_S,
+        made_by: type[Engine] = Engine,
         **settings: Any,
     ) -> Engine:
-        engine = Engine(self.model, socket, before=before, call_deadline_s=call_deadline_s, **settings)
+        engine = made_by(self.model, socket, before=before, call_deadline_s=call_deadline_s, **settings)
         self._stack.callback(engine.close)
         return engine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drive import Drive, acquire, kill_and_restart, nvme_of, running_on, stats_of, wait_until_durable
-from engines import BLOCK, GREEDY, Bench, Engine, open_bench
+from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine, open_bench
 from sidecar_process import SidecarProcess, wait_until
 
 from kvstore.engine_connector.engine.sampler import SamplingParams
@@ -107,6 +107,25 @@ def test_engines_go_on_through_restart_after_restart(
                 wait_until(lambda engine=engine: engine.session.link, "reconnected")
             expect_fetched(bench, engine, prompt)
     assert stats_of(sidecar).counters["promoted_blocks_total"] == NUM_LOADABLE, "for both, in the last boot"
+    expect_nothing_held(sidecar)
+
+
+def test_the_first_load_after_a_restart_waits_for_the_workers_own_mapping(
+    bench: Bench, sidecar: SidecarProcess, drive: Drive, prompt: list[int]
+) -> None:
+    """As in vLLM: a worker with a connection of its own hears of the new sidecar in the step that brings the load."""
+    engine = bench.engine(sidecar.socket, made_by=SplitEngine)
+    engine.ask(prompt)
+    wait_until_durable(sidecar, drive)
+
+    for _ in range(3):
+        kill_and_restart(sidecar)
+        engine.session.ask(engine.session.link, lambda client, link: client.match(link.namespace, []))
+        wait_until(lambda: engine.session.boot_id == boot_id_of(sidecar), "the scheduler's side reconnected")
+        assert engine.worker_session.boot_id != engine.session.boot_id
+
+        engine.llm.reset_prefix_cache()
+        expect_fetched(bench, engine, prompt)
     expect_nothing_held(sidecar)
 
 

@@ -64,12 +64,17 @@ class Client(InProcessClient):
 
     def __init__(self, sidecar: InProcessSidecar) -> None:
         super().__init__(sidecar, SPEC)
-        self.gate = threading.Event()
-        self.gate.set()
+        self.gate, self.gate_after_mapping = threading.Event(), threading.Event()
+        self.gate.set(), self.gate_after_mapping.set()
 
     def connect(self) -> None:
+        """As the real one, it has the new arena a moment before it says so."""
         assert self.gate.wait(WAIT_S)
+        boot_id = self.boot_id
         super().connect()
+        boot_id, self.boot_id = self.boot_id, boot_id
+        assert self.gate_after_mapping.wait(WAIT_S)
+        self.boot_id = boot_id
 
 
 class Worker:
@@ -430,6 +435,44 @@ def test_a_load_waits_until_its_new_sidecars_arena_is_mapped(worker: Worker) -> 
     worker.client.gate.set()
 
     assert worker.output() == WorkerOutput(finished_loading=frozenset({"r"}), load_seconds=1.0, load_bytes=NBYTES)
+
+
+def test_a_sidecar_that_is_connected_to_in_the_middle_of_a_turn_is_alive(worker: Worker, pages: Pages) -> None:
+    """At the start of the turn it was not, and its arena is found in the same turn."""
+    worker.sidecar.restart()
+    worker.client.gate.clear()
+    worker.side.handle_preemptions(ConnectorMetadata(boot_id=worker.boot_id))
+    awaits = worker.session.awaits
+
+    def connect_meanwhile(boot_id: bytes) -> bool:
+        found = awaits(boot_id)
+        worker.client.gate.set()
+        wait_until(lambda: worker.session.arena(boot_id) is not None)
+        return found
+
+    worker.session.awaits = connect_meanwhile
+    worker.load(p0=0, p1=1, coming=(1,))
+    wait_until(lambda: pages.copied_in == [0])
+    worker.arrive(1)
+
+    assert worker.output().failed_block_ids == frozenset()
+
+
+def test_a_sidecar_whose_arena_is_mapped_before_the_connection_is_complete_is_alive(
+    worker: Worker, pages: Pages
+) -> None:
+    worker.sidecar.restart()
+    worker.client.gate_after_mapping.clear()
+    worker.side.handle_preemptions(ConnectorMetadata(boot_id=worker.boot_id))
+    worker.load(p0=0, p1=1, coming=(1,))
+    worker.load(request_id="another", p2=2)
+    assert worker.output().finished_loading == {"another"}, "the turn after the first load was looked at"
+    assert pages.copied_in == [0, 2]
+
+    worker.client.gate_after_mapping.set()
+    worker.arrive(1)
+
+    assert worker.output().failed_block_ids == frozenset()
 
 
 def test_a_load_does_not_wait_for_a_sidecar_that_cannot_be_reached(worker: Worker) -> None:
