@@ -87,7 +87,9 @@ class Mailbox(Generic[T]):
     def open(self, take: Callable[[list[T]], None]) -> None:
         """Call `take` on the loop's thread with what comes, and with what came before."""
         self._take = take
-        self._loop.call_soon(self._deliver)
+        if self._values and not self._awake:
+            self._awake = True
+            self._loop.call_soon(self._deliver)
 
     def close(self) -> None:
         """Whatever comes from now on is dropped. Loop thread."""
