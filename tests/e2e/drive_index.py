@@ -1,11 +1,14 @@
 """What lies in a drive's directory, read from outside while nobody writes there: the entries, and the bytes they speak of."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
 import numpy as np
 from block_client import content
+from drive import nvme_of, stats_of
+from sidecar_process import SidecarProcess
 from xxhash import xxh3_64_intdigest
 
 from kvstore.tiers.nvme.records import HEADER_NBYTES, ROW_DTYPES, decode_rows, intact
@@ -56,3 +59,10 @@ def damage_in(directory: Path) -> list[str]:
         elif xxh3_64_intdigest(block.data) != entry.checksum:
             wrong.append(f"checksum of {entry.key.hex()}")
     return wrong
+
+
+def is_settled(sidecar: SidecarProcess, directories: Sequence[Path]) -> bool:
+    """No move and no removal is under way, and the indexes have what the store has: all of it is durable."""
+    tier = nvme_of(stats_of(sidecar))
+    pending = tier.writing_bytes + tier.leaving_bytes + tier.limbo_bytes
+    return not pending and sum(len(entries_in(directory)) for directory in directories) == tier.ready_blocks

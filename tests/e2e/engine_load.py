@@ -1,5 +1,6 @@
 """Engines that put and get without end, in threads, and look at every byte that they are given."""
 
+import contextlib
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from block_client import content
 from kvstore.client import Client
 from kvstore.client_arena import Arrival, arrival_of
 from kvstore.core.blocks import KeyStatus
-from kvstore.core.errors import KVStoreError, PeerUnavailable
+from kvstore.core.errors import KVStoreError, PeerUnavailable, UnknownLease
 from kvstore.core.keys import KVSpec
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -64,7 +65,8 @@ class LoadClient:
         found = Counter(self._read(key, *slot) for key, slot in zip(keys, slots, strict=False))
         self.tally += found
         if grant.lease_id:
-            self.client.release(grant.lease_id, pb.LOADED)
+            with contextlib.suppress(UnknownLease):  # it ended with the last of its blocks, if all were lost
+                self.client.release(grant.lease_id, pb.LOADED)
         return found
 
     def num_found(self, keys: Sequence[bytes]) -> int:

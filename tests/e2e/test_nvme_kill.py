@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from drive import nvme_of, stats_of
-from drive_index import Entry, damage_in, entries_in
+from drive_index import Entry, damage_in, entries_in, is_settled
 from engine_load import Load, LoadClient
 from sidecar_process import SPEC, SidecarProcess, wait_until
 
@@ -160,10 +160,7 @@ class KillLoop:
         return {drive.state for drive in nvme_of(stats_of(self.sidecar)).drives} == {"ready"}
 
     def _is_settled(self) -> bool:
-        """No move and no removal is under way, and the indexes have what the store has."""
-        tier = nvme_of(stats_of(self.sidecar))
-        pending = tier.writing_bytes + tier.leaving_bytes + tier.limbo_bytes
-        return not pending and sum(len(entries_in(drive)) for drive in self.drives) == tier.ready_blocks
+        return is_settled(self.sidecar, self.drives)
 
     def _num_recoveries(self) -> int:
         return self.sidecar.log.count(" recovered blocks=")
