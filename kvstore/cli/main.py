@@ -9,6 +9,7 @@ from kvstore import __version__
 from kvstore.core.errors import KVStoreError
 
 COMMANDS = {
+    "bench": "kvstore.cli.bench:bench",
     "check": "kvstore.cli.check:check",
     "demo": "kvstore.cli.demo:demo",
     "serve": "kvstore.cli.serve:serve",
@@ -17,6 +18,7 @@ COMMANDS = {
 """Subcommand -> module:function. A subcommand's module is imported when it is run or its help is shown."""
 
 SHORT_HELP = {
+    "bench": "Measure a server.",
     "check": "Verify what is on a drive, and repair it.",
     "demo": "Show two engine processes share one prefill.",
     "serve": "Run the sidecar.",
