@@ -20,15 +20,15 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
 from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine.block_manager import BlockManager
-from kvstore.engine_connector.engine.loader import LoadedModel, load_gguf
-from kvstore.engine_connector.engine.model import LlamaModel
+from kvstore.engine_connector.engine.loader import LoadedModel, load_model
+from kvstore.engine_connector.engine.model import Transformer
 from kvstore.engine_connector.engine.no_store import no_store
 from kvstore.engine_connector.engine.runner import Runner
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
 from kvstore.engine_connector.engine.sequence import FinishReason
 from kvstore.engine_connector.engine.sequence import Sequence as EngineSequence
-from kvstore.engine_connector.engine.tokenizer import BPETokenizer, StreamDecoder
+from kvstore.engine_connector.engine.tokenizer import StreamDecoder
 from kvstore.engine_connector.fingerprint import weights_fingerprint
 from kvstore.engine_connector.protocol import Connector
 from kvstore.kernels.paged import TORCH_DTYPES, allocate_pages
@@ -121,9 +121,9 @@ class LLM:
         _check_dtype(kv_dtype)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        loaded = load_gguf(model_path)
+        loaded = load_model(model_path)
         self._limit = _length_limit(loaded, num_pages, block_tokens, max_model_len)
-        self.tokenizer = BPETokenizer(loaded.vocabulary)
+        self.tokenizer = loaded.tokenizer
         hashing = HashScheme(seed=hash_seed, block_tokens=block_tokens)
         self.spec = _kv_spec(model_path, loaded, kv_dtype, hashing)
         self._clock = clock or MonotonicClock()
@@ -138,7 +138,7 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         self._scheduler = Scheduler(config, self._blocks, self._connector.scheduler, self.tokenizer.stop_ids)
-        self._runner = Runner(LlamaModel(loaded.config, loaded.weights), pages, self._connector.worker)
+        self._runner = Runner(Transformer(loaded.config, loaded.weights), pages, self._connector.worker)
         self._live: dict[str, _Live] = {}
         self._deltas: list[TokenDelta] = []  # of requests of add_request, for the next step()
         self._arrivals = itertools.count()
@@ -368,7 +368,7 @@ def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: 
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
-        rope=f"half:base={config.rope_theta!r}:dim={config.head_dim}",
+        rope=config.describe_positions(),
         block_tokens=hashing.block_tokens,
         hash=hashing,
     )

@@ -1,4 +1,6 @@
-"""The Llama forward pass in fp32: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The forward pass of the Llama family in fp32: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Qwen2 adds a bias to Q, K and V; Qwen3 norms each head of Q and K before the rotation. Both are switches of ModelConfig.
 
 It keeps no state of a request: K and V go through `attention`, which writes them to pages and reads them back. A row's
 result must depend neither on who else is in the batch nor on how many rows there are: matrix products are padded to
@@ -12,14 +14,17 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
+from kvstore.engine_connector.engine.rope import Rope
+
 MIN_ROWS = 16
 """Heights of matrix products are multiples of this; a decode step of up to 16 sequences always has this height."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The numbers that shape a Llama model. `rope_theta` is the base of the rotary frequencies, `rope_dim` = head_dim."""
+    """The numbers that shape a model, and what tells one architecture from another."""
 
+    architecture: str  # llama, qwen2 or qwen3: for messages; the switches below decide
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -28,8 +33,15 @@ class ModelConfig:
     ffn_size: int
     vocab_size: int
     context_length: int
-    rope_theta: float
     rms_eps: float
+    rope: Rope
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def describe_positions(self) -> str:
+        """What decides K besides the weights: the rotation, and the eps of the norms before it (KVSpec.rope)."""
+        return f"{self.rope.describe(self.head_dim)}:eps={self.rms_eps!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,8 @@ class LayerWeights:
 
     attn_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(num_heads + 2 num_kv_heads) * head_dim, hidden], Q/K rows in half-split rotary order
+    qkv_bias: torch.Tensor | None  # [(num_heads + 2 num_kv_heads) * head_dim]
+    qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]: the Q norm for each head, then the K norm
     attn_out: torch.Tensor  # [hidden, num_heads * head_dim]
     ffn_norm: torch.Tensor  # [hidden]
     gate_up: torch.Tensor  # [2 ffn, hidden]
@@ -52,7 +66,6 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden]
     lm_head: torch.Tensor  # [vocab, hidden]
-    rope_factors: torch.Tensor | None = None  # [head_dim / 2], divides the frequencies (Llama 3)
 
 
 class Attention(Protocol):
@@ -66,13 +79,13 @@ class Attention(Protocol):
         ...
 
 
-class LlamaModel:
+class Transformer:
     """Weights and rotary tables; the caller sets torch's threads and inference mode."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self._weights = weights
-        self._cos, self._sin = _rotary_tables(config, weights.rope_factors)
+        self._cos, self._sin = config.rope.tables(config.head_dim, config.context_length)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Final hidden states `[rows, hidden]`, not yet normed, of `token_ids [rows]` at `positions [rows]`."""
@@ -96,8 +109,11 @@ class LlamaModel:
         self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = F.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
-        rotated = _rotate(qkv[:, : heads + kv_heads], cos, sin)
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        qk = qkv[:, : heads + kv_heads]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self.config.head_dim,), eps=self.config.rms_eps) * layer.qk_norm
+        rotated = _rotate(qk, cos, sin)
         return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
 
@@ -105,16 +121,6 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     """`x [rows, ...]` with zero rows appended up to a multiple of MIN_ROWS."""
     missing = -x.shape[0] % MIN_ROWS
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
-
-
-def _rotary_tables(config: ModelConfig, factors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin `[context_length, head_dim / 2]`; angles in float64, since position x frequency reaches thousands."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    if factors is not None:
-        frequencies = frequencies / factors.double()
-    angles = torch.outer(torch.arange(config.context_length, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

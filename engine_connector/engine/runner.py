@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
-from kvstore.engine_connector.engine.model import LlamaModel, pad_rows
+from kvstore.engine_connector.engine.model import Transformer, pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.scheduler import ScheduledSequence, Step
 from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput, WorkerSide
@@ -23,7 +23,7 @@ class Runner:
     """One thread. `pages [num_pages, L, H, T, P, D]` stay in place for the runner's life; it alone writes them, besides
     the connector into pages of requests that wait for their KV."""
 
-    def __init__(self, model: LlamaModel, pages: torch.Tensor, worker: WorkerSide) -> None:
+    def __init__(self, model: Transformer, pages: torch.Tensor, worker: WorkerSide) -> None:
         self._model = model
         self._pages = pages
         self._worker = worker

@@ -1,40 +1,49 @@
-"""Text to token ids and back: byte-level BPE from the model file's own tables, ChatML messages, streaming text.
+"""Text to token ids and back: byte-level BPE, chats through the model's template, streaming text.
 
 Control tokens are recognised in the text of `encode`, as other engines do, but never in the content of a chat message:
 a user who types <|im_end|> sends those ten characters, not the end of the turn.
 """
 
 import codecs
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from kvstore.core.errors import ConfigError
-from kvstore.engine_connector.engine.loader import Vocabulary
+from kvstore.engine_connector.engine.chat_template import CHATML, ChatTemplate
 
-DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-"""What SmolLM2's template puts first when a chat has no system message."""
-
-_CONTROL = 3  # tokenizer.ggml.token_type
-_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
+"""Control tokens that end a turn in whatever model has them, also where its settings name only one of them."""
 
 
 class BPETokenizer:
-    """Encode and decode for one vocabulary. Thread-safe: nothing changes after construction."""
+    """Encode and decode for one vocabulary. Thread-safe: nothing changes after construction.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        if vocabulary.model != "gpt2":
-            raise ConfigError(
-                f"tokenizer: model {vocabulary.model!r} is not supported; byte-level BPE ('gpt2') is",
-                field="tokenizer.ggml.model",
-                value=vocabulary.model,
-            )
-        control = [t for t, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True) if kind == _CONTROL]
-        self._ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-        self._text = _build(vocabulary, self._ids, control)  # recognises control tokens
-        self._ordinary = _build(vocabulary, self._ids, [])
-        self._bytes = [b"" if token in set(control) else _token_bytes(token) for token in vocabulary.tokens]
-        self.stop_ids = frozenset({vocabulary.eos_token_id} | {self._ids[t] for t in _STOP_TOKENS if t in self._ids})
+    `pipeline` recognises control tokens. `bytes_of_id` has one entry for each id that the model can give, b"" for control
+    tokens and for ids without a token. Without a `chat_template` a model that has ChatML's tokens chats in ChatML.
+    """
+
+    def __init__(
+        self,
+        pipeline: Tokenizer,
+        bytes_of_id: Sequence[bytes],
+        *,
+        control: frozenset[str],
+        eos_ids: Sequence[int],
+        special_tokens: Mapping[str, str],
+        chat_template: str,
+    ) -> None:
+        self._text = pipeline
+        self._ordinary = Tokenizer.from_str(pipeline.to_str())
+        self._ordinary.encode_special_tokens = True  # control tokens are characters like any others
+        self._bytes = bytes_of_id
+        self._control = re.compile("|".join(re.escape(t) for t in sorted(control, key=len, reverse=True)) or r"(?!)")
+        ends = [pipeline.token_to_id(token) for token in _STOP_TOKENS if token in control]
+        self.stop_ids = frozenset({*eos_ids, *(index for index in ends if index is not None)})
+        chatml = CHATML if {"<|im_start|>", "<|im_end|>"} <= control else ""
+        self._chat = _compiled(chat_template or chatml, special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -42,27 +51,35 @@ class BPETokenizer:
         return len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, control tokens recognised; nothing is put in front."""
-        ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
+        """Token ids of `text`, control tokens recognised; the model's token for the beginning, if it has one, in front."""
+        ids: list[int] = self._text.encode(text).ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """ChatML: each message a dict with `role` and `content`; ends where the assistant's answer begins."""
-        if not messages:
-            raise ConfigError("messages: empty; give at least one message", field="messages", value=0)
-        if messages[0].get("role") != "system":
-            messages = [{"role": "system", "content": DEFAULT_SYSTEM}, *messages]
+        """The model's chat template over messages with `role` and `content`; ends where the assistant's answer begins.
+
+        Raises ConfigError for malformed messages, for those that the template refuses, and for a model without one.
+        """
+        _check_messages(messages)
+        if isinstance(self._chat, ConfigError):
+            raise self._chat
+        # Control tokens in what a message says are put out of the template's and the pipeline's sight, and come back as
+        # characters. Nobody can guess the marks that stand for them.
+        mark = secrets.token_hex(8)
+        hidden: list[str] = []
+
+        def hide(found: re.Match[str]) -> str:
+            hidden.append(found[0])
+            return f"[{mark}:{len(hidden) - 1}]"
+
+        masked = [{key: self._control.sub(hide, value) for key, value in message.items()} for message in messages]
+        text = self._chat.render(masked)
+        pieces = re.split(rf"\[{mark}:(\d+)\]", text)  # text, number, text, number, ... text
         ids: list[int] = []
-        for message in messages:
-            if message.keys() != {"role", "content"}:
-                raise ConfigError(
-                    f"messages: a message has keys {sorted(message)}; use role and content",
-                    field="messages",
-                    value=str(sorted(message)),
-                )
-            ids += [self._control("<|im_start|>"), *self._plain(f"{message['role']}\n{message['content']}")]
-            ids += [self._control("<|im_end|>"), *self._plain("\n")]
-        return [*ids, self._control("<|im_start|>"), *self._plain("assistant\n")]
+        for index, piece in enumerate(pieces):
+            source, said = (self._ordinary, hidden[int(piece)]) if index % 2 else (self._text, piece)
+            ids += source.encode(said, add_special_tokens=False).ids
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`; control tokens have none; bytes that are not UTF-8 become U+FFFD."""
@@ -71,15 +88,6 @@ class BPETokenizer:
     def stream_decoder(self) -> "StreamDecoder":
         """A decoder for one sequence's tokens as they come."""
         return StreamDecoder(self._bytes)
-
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def _control(self, token: str) -> int:
-        if token not in self._ids:
-            raise ConfigError(f"tokenizer: no {token} token; this model has no ChatML", field="messages", value=token)
-        return self._ids[token]
 
 
 class StreamDecoder:
@@ -98,31 +106,33 @@ class StreamDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _build(vocabulary: Vocabulary, ids: dict[str, int], control: list[str]) -> Tokenizer:
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
+def _compiled(template: str, special_tokens: Mapping[str, str]) -> ChatTemplate | ConfigError:
+    """The template, or why this model cannot chat; it serves text in any case."""
+    if not template:
+        return ConfigError(
+            "messages: this model has neither a chat template nor ChatML's tokens; give it text instead",
+            field="messages",
+            value="",
+        )
     try:
-        tokenizer = Tokenizer(models.BPE(ids, merges))
-    except Exception as err:
-        raise ConfigError(f"tokenizer: {err}", field="tokenizer.ggml.merges", value=len(merges)) from err
-    tokenizer.pre_tokenizer = _pre_tokenizer(vocabulary.pre_tokenizer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    return tokenizer
+        return ChatTemplate(template, special_tokens)
+    except ConfigError as err:
+        return err
 
 
-def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if name == "gpt-2":
-        return byte_level
-    raise ConfigError(
-        f"tokenizer: pre-tokenizer {name!r} is not supported; 'smollm' and 'gpt-2' are",
-        field="tokenizer.ggml.pre",
-        value=name,
-    )
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    if not messages:
+        raise ConfigError("messages: empty; give at least one message", field="messages", value=0)
+    for message in messages:
+        if message.keys() != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+            raise ConfigError(
+                f"messages: a message has keys {sorted(message)}; use role and content, both text",
+                field="messages",
+                value=str(sorted(message)),
+            )
 
 
-def _token_bytes(token: str) -> bytes:
+def token_bytes(token: str) -> bytes:
     """Bytes of a token written in GPT-2's byte alphabet; a character outside it stands for itself."""
     return b"".join(_BYTE_OF[c] if c in _BYTE_OF else c.encode() for c in token)
 

@@ -8,7 +8,7 @@ from tiny_llama import random_prompt, same_tokens
 from kvstore.core.errors import ConfigError
 from kvstore.engine_connector.engine import llm as llm_module
 from kvstore.engine_connector.engine.llm import LLM
-from kvstore.engine_connector.engine.model import LlamaModel
+from kvstore.engine_connector.engine.model import Transformer
 from kvstore.engine_connector.engine.runner import Runner
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.sequence import FinishReason
@@ -206,7 +206,7 @@ STAGES = ["execute", "handle_preemptions", "start_load", "hidden", "start_save",
 
 def interrupt_once(monkeypatch, connector, stage: str, error: BaseException) -> None:
     """The next step breaks off where it comes to `stage`."""
-    owner = {"execute": Runner, "hidden": LlamaModel}.get(stage, connector.worker)
+    owner = {"execute": Runner, "hidden": Transformer}.get(stage, connector.worker)
 
     def break_off(*_args, **_kwargs):
         monkeypatch.undo()

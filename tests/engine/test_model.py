@@ -10,8 +10,8 @@ from tiny_llama import DIM, dense_logits, random_prompt, random_tensors, write_g
 from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine import attention
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
-from kvstore.engine_connector.engine.loader import load_gguf
-from kvstore.engine_connector.engine.model import LlamaModel, pad_rows
+from kvstore.engine_connector.engine.loader import load_model
+from kvstore.engine_connector.engine.model import Transformer, pad_rows
 from kvstore.kernels.paged import allocate_pages
 
 BLOCK = 4
@@ -21,7 +21,7 @@ NUM_PAGES = 400
 class Paged:
     """A model with pages; each sequence gets pages scattered over the cache."""
 
-    def __init__(self, model: LlamaModel, dtype: str = "float16", seed: int = 0) -> None:
+    def __init__(self, model: Transformer, dtype: str = "float16", seed: int = 0) -> None:
         config = model.config
         layout = BlockLayout(
             num_layers=config.num_layers,
@@ -52,9 +52,9 @@ class Paged:
 
 
 @pytest.fixture(scope="module")
-def model(tiny) -> LlamaModel:
-    loaded = load_gguf(tiny.path)
-    return LlamaModel(loaded.config, loaded.weights)
+def model(tiny) -> Transformer:
+    loaded = load_model(tiny.path)
+    return Transformer(loaded.config, loaded.weights)
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +88,11 @@ def test_chunks_and_decode_steps_are_the_dense_forward(model, tiny):
 
 def test_rope_factors_reach_the_rotation(tmp_path, tiny, model):
     factors = np.full(DIM // 2, 2.0, np.float32)
-    loaded = load_gguf(write_gguf(tmp_path / "m.gguf", random_tensors() | {"rope_freqs": factors}))
-    halved = LlamaModel(loaded.config, loaded.weights)
+    loaded = load_model(write_gguf(tmp_path / "m.gguf", random_tensors() | {"rope_freqs": factors}))
+    halved = Transformer(loaded.config, loaded.weights)
     tokens = pad_rows(torch.tensor(random_prompt(np.random.default_rng(3), 32)))[:32]
 
-    def hidden(of: LlamaModel, at: torch.Tensor) -> torch.Tensor:
+    def hidden(of: Transformer, at: torch.Tensor) -> torch.Tensor:
         paged = Paged(of, "float32")
         return of.hidden(tokens, at, PrefillChunk(paged.pages, paged.table(32), 0, 32))
 

@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import decoders
 
-from kvstore.engine_connector.engine.loader import LoadedModel, load_gguf
-from kvstore.engine_connector.engine.tokenizer import BPETokenizer
+from kvstore.engine_connector.engine.loader import LoadedModel, load_model
 from kvstore.models import find_model
+
+EOS = "<|im_end|>"
 
 
 def make_model(directory: Path, *, scale_first_norm: float = 1.0) -> Path:
@@ -25,7 +25,7 @@ def make_model(directory: Path, *, scale_first_norm: float = 1.0) -> Path:
     if (directory / "config.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    loaded = load_gguf(find_model())
+    loaded = load_model(find_model())
     tensors = _tensors(loaded)
     tensors["model.layers.0.input_layernorm.weight"] *= scale_first_norm
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -59,7 +59,8 @@ def _tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 def _config(loaded: LoadedModel) -> dict[str, object]:
     config, weights = loaded.config, loaded.weights
     assert weights.lm_head is weights.embedding
-    assert weights.rope_factors is None
+    assert not config.rope.divisors
+    eos_id = loaded.tokenizer._text.token_to_id(EOS)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -72,21 +73,18 @@ def _config(loaded: LoadedModel) -> dict[str, object]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.rms_eps,
-        "rope_theta": config.rope_theta,
+        "rope_theta": config.rope.theta,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": True,
-        "bos_token_id": loaded.vocabulary.eos_token_id,
-        "eos_token_id": loaded.vocabulary.eos_token_id,
+        "bos_token_id": eos_id,
+        "eos_token_id": eos_id,
         "torch_dtype": "bfloat16",
     }
 
 
 def _write_tokenizer(loaded: LoadedModel, directory: Path) -> None:
-    tokenizer = BPETokenizer(loaded.vocabulary)._text
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    eos = loaded.vocabulary.tokens[loaded.vocabulary.eos_token_id]
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": eos}
+    loaded.tokenizer._text.save(str(directory / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS}
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
 
 
