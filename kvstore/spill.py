@@ -9,7 +9,7 @@ Everything here is a decision or the account of one; the I/O is done by whoever 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Forget, Move,
 from kvstore.core.plans import TIERS
 from kvstore.core.ports import DriveSlots
 from kvstore.eviction import LeafLru
-from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows, grown
+from kvstore.index import MORTAL, NO_PARENT, BlockIndex, Namespace, Rows, grown
 from kvstore.inventory import Inventory
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
 
@@ -31,6 +31,7 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 _CLEAN_FRACTION = 0.25  # of the arena: so much is kept free or already on a drive, ahead of demand
 _EVICTED_AT_ONCE_FRACTION = 1 / 64  # of the drives, when they are full: removals are committed in groups
+_MAX_RUN_BLOCKS = 256  # ordered to be written together
 _MAX_TOUCHES = 65536  # recency written down at once
 _UNREADABLE_S = 5.0  # a drive that is gone is not promised to anybody for so long
 
@@ -354,21 +355,32 @@ class Spill:
                 self._backlog.popleft()
                 self._counters["skipped_writes_no_space_total"] += 1
                 continue
-            if not self._order_writes(entry, chain[:num_free], now_s):
+            if not self._budget.allows(entry.slot_nbytes, now_s):
                 return
+            self._order_writes(entry, self._next_run(entry, num_free), now_s)
 
-    def _order_writes(self, entry: Namespace, chain: list[int], now_s: float) -> bool:
-        """Begin to write a chain, head first; False when the budget is used up."""
+    def _next_run(self, entry: Namespace, num_free: int) -> list[int]:
+        """What the front of the backlog wants written in one namespace, parents before children: ordered together, since a call
+        for each block takes ten times as long. It leaves the backlog when it is looked at again."""
+        most = min(num_free, _MAX_RUN_BLOCKS)
+        run: dict[int, None] = {}
+        for row, key in self._backlog:
+            chain = self._unwritten_chain(row, key, run)
+            if len(run) >= most or (chain and self._index.namespace_of(row) is not entry):
+                break
+            run.update(dict.fromkeys(chain))
+        return list(run)[:most]
+
+    def _order_writes(self, entry: Namespace, run: list[int], now_s: float) -> None:
+        """Begin to write a run of blocks, as far as the budget and the limit of what is in flight let it."""
         in_flight = self._writing_bytes
         taken: list[int] = []
-        for row in chain:
+        for row in run:
             if in_flight >= MAX_WRITES_IN_FLIGHT_BYTES or not self._budget.allows(entry.slot_nbytes, now_s):
                 break
             self._budget.spend(entry.slot_nbytes, now_s)
             in_flight += entry.slot_nbytes
             taken.append(row)
-        if not taken:
-            return False
         self._writing_bytes = in_flight
         rows = np.array(taken, np.int64)
         if entry.namespace not in self._told:
@@ -377,17 +389,17 @@ class Spill:
         self.nvme.place(entry, rows)
         self.pinned.ref(rows)
         self._order(entry, rows, Urgency.WRITE)
-        return True
 
-    def _unwritten_chain(self, row: int, key: bytes) -> list[int]:
-        """The block and those of its ancestors that are on no drive, head first. Empty when there is nothing to write, or
-        an ancestor cannot be written now: what is behind it could not be found."""
+    def _unwritten_chain(self, row: int, key: bytes, run: Container[int] = ()) -> list[int]:
+        """The block and those of its ancestors that are on no drive nor in `run`, head first. Empty when there is nothing to
+        write, or one of them cannot be written now, or has a time to live: what is behind it could not be found."""
         pinned, nvme, parent = self.pinned.table.state_at, self.nvme.table.state_at, self._index.parent_at
+        marks = self._index.marks_at
         if self._index.keys[row] != key:
             return []
         chain: list[int] = []
-        while row != NO_PARENT and nvme[row] == NONE:
-            if pinned[row] != READY:
+        while row != NO_PARENT and nvme[row] == NONE and row not in run:
+            if pinned[row] != READY or marks[row] & MORTAL:
                 return []
             chain.append(row)
             row = parent[row]
