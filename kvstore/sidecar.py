@@ -13,7 +13,7 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class Sidecar:
         faulting.start()
         try:
             async with AsyncExitStack() as others:
-                await mover.open(_OPEN_PATIENCE_S)
+                await _unless(stop, mover.open(_OPEN_PATIENCE_S))
                 await self._start_others(others, dispatcher, sessions, loop)
                 self._on_ready(
                     f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} "
@@ -170,6 +170,18 @@ class Sidecar:
                 return
             loop.call_soon_threadsafe(slots.add_segments, 1)
         logger.info("arena faulted size=%s", format_size(arena.nbytes))
+
+
+async def _unless(stop: asyncio.Event, step: Coroutine[Any, Any, None]) -> None:
+    """Take a step of the start, or give it up when we are told to stop meanwhile. Raises what it raises."""
+    steps = asyncio.ensure_future(step), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
+        if steps[0].done():
+            steps[0].result()
+    finally:
+        for each in steps:
+            each.cancel()
 
 
 class _Drives:
