@@ -439,6 +439,19 @@ class TestDriveIndex:
         commits = [event for event in recorder.events if event.startswith("commit")]
         assert len(commits) < 50
 
+    def test_flush_waits_for_what_was_queued_and_not_for_what_comes(self, make: Make, recorder: Recorder) -> None:
+        index, tables = make()
+        numbers = itertools.count()
+        recorder.sync = lambda: index.put([record(next(numbers))])  # more with each group
+        index._sync_data = lambda: recorder.sync()
+        index.put([record(next(numbers))])
+        index.start()
+
+        assert index.flush(10.0)
+
+        assert key(0) in scanned(tables)
+        index._sync_data = lambda: None
+
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
     def test_a_failed_commit_is_kept_and_tried_again(
         self, make: Make, recorder: Recorder, number: int, monkeypatch: pytest.MonkeyPatch

@@ -54,8 +54,9 @@ class DriveIndex:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: list[Op] = []  # guarded by _lock, as what follows
-        self._committing = 0
-        self._hurry = False  # do not wait for company
+        self._num_queued = 0  # since start, as the two below
+        self._num_durable = 0
+        self._hurry_to = 0  # as long as fewer are durable, no waiting for company
         self._closing = False
         self._silent = False
         self._ended = False
@@ -105,9 +106,9 @@ class DriveIndex:
         """Wait until all that is queued now is durable. False: not by the deadline."""
         end_s = time.monotonic() + deadline_s
         with self._changed:
-            self._hurry = bool(self._queue)
+            wanted = self._hurry_to = self._num_queued
             self._changed.notify_all()
-            while self._queue or self._committing:
+            while self._num_durable < wanted:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0 or self._ended:
                     return False
@@ -130,7 +131,7 @@ class DriveIndex:
         if self._thread.is_alive():
             return False
         self._tables.close()
-        return not self._queue
+        return self._num_durable == self._num_queued
 
     def is_alive(self) -> bool:
         """Does its thread run? After `close` only when a commit hangs."""
@@ -138,7 +139,9 @@ class DriveIndex:
 
     def _append(self, ops: Iterable[Op]) -> None:
         with self._changed:
+            before = len(self._queue)
             self._queue.extend(ops)
+            self._num_queued += len(self._queue) - before
             self._changed.notify_all()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -158,8 +161,9 @@ class DriveIndex:
         while group := self._next_group():
             problem = self._commit(group)
             with self._changed:
-                self._committing = 0
-                if problem is not None:
+                if problem is None:
+                    self._num_durable += len(group)
+                else:
                     self._queue[:0] = group
                 self._problem = problem
                 self._num_failures += problem is not None
@@ -177,12 +181,10 @@ class DriveIndex:
             self._changed.wait_for(self._is_due, INDEX_COMMIT_INTERVAL_S)
             group = self._queue[:_MAX_TRANSACTION_OPS]
             del self._queue[:_MAX_TRANSACTION_OPS]
-            self._committing = len(group)
-            self._hurry &= bool(self._queue)
             return group
 
     def _is_due(self) -> bool:
-        return self._closing or self._hurry or len(self._queue) >= INDEX_COMMIT_ENTRIES
+        return self._closing or self._num_durable < self._hurry_to or len(self._queue) >= INDEX_COMMIT_ENTRIES
 
     def _commit(self, group: list[Op]) -> tuple[MoveProblem, str] | None:
         try:
