@@ -442,15 +442,21 @@ class TestDriveIndex:
     def test_flush_waits_for_what_was_queued_and_not_for_what_comes(self, make: Make, recorder: Recorder) -> None:
         index, tables = make()
         numbers = itertools.count()
-        recorder.sync = lambda: index.put([record(next(numbers))])  # more with each group
-        index._sync_data = lambda: recorder.sync()
-        index.put([record(next(numbers))])
+
+        def one_more() -> None:  # with each group
+            index.put([record(next(numbers))])
+
+        index._sync_data = one_more
+        one_more()
         index.start()
 
         assert index.flush(10.0)
 
+        index._sync_data = recorder.sync
+        assert index.close(10.0)
+        tables.open()
         assert key(0) in scanned(tables)
-        index._sync_data = lambda: None
+        tables.close()
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
     def test_a_failed_commit_is_kept_and_tried_again(
