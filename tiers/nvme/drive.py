@@ -228,8 +228,7 @@ class Drive:
         with self._changed:
             self._num_in_flight -= 1
             if self._num_idle and self._may_read() and io.nbytes >= _HAND_OVER_BYTES:
-                self._unchecked.append(io)
-                self._changed.notify()
+                self._unchecked.append(io)  # for the thread that this one wakes when it begins the next read
                 return
         self._check(io)
 
