@@ -589,6 +589,23 @@ class TestFullDrive:
             assert house.keys() == {key(number) for number in (*range(1, written), 251)}
             assert tier.close(DEADLINE_S)
 
+    def test_a_restart_needs_no_room(self, tmp_path: Path) -> None:
+        """On a file system without a free byte the blocks that are there are served."""
+        house = House(tmp_path)
+        house.paths[0].mkdir()
+        with small_file_system(house.paths[0], 3 << 20):
+            tier = house.open()
+            house.write(tier, block(1))
+            assert tier.close(DEADLINE_S)
+            fill(house.paths[0] / "filler")
+
+            tier = house.open()
+
+            assert health(tier).state == "ready"
+            (record,) = records_of(house.recovered)
+            assert house.read(tier, record).problem is None
+            assert tier.close(DEADLINE_S)
+
     def test_a_full_file_system_at_recovery_keeps_left_overs_out_of_the_way(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
