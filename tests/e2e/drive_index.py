@@ -1,6 +1,6 @@
 """What lies in a drive's directory, read from outside while nobody writes there: the entries, and the bytes they speak of."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,14 +43,17 @@ def entries_in(directory: Path) -> list[Entry]:
     return found
 
 
-def damage_in(directory: Path) -> list[str]:
-    """Entries that are not whole, or whose slot holds other bytes than block_client's for their key; in words."""
+def damage_in(directory: Path, *, known: Collection[int] = ()) -> list[str]:
+    """Entries that are not whole, or whose slot holds other bytes than block_client's for their key; in words. Slots that
+    start at `known` are passed over."""
     entries = entries_in(directory)
     if not entries:
         return []
     data = np.fromfile(directory / "blocks.kv", np.uint8)
     wrong: list[str] = []
     for entry in entries:
+        if entry.start in known:
+            continue
         block = data[entry.start : entry.start + entry.nbytes]
         if not entry.is_whole:
             wrong.append(f"entry {entry.key.hex()}")

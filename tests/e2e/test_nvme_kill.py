@@ -25,7 +25,7 @@ from sidecar_process import SPEC, SidecarProcess, wait_until
 from kvstore.core.keys import KVSpec
 
 ROUNDS = int(os.environ.get("KILL_ROUNDS", "50"))
-FIRST_STARTS = max(4, ROUNDS // 12)
+FIRST_STARTS = max(3, ROUNDS // 16)
 SEED = int(os.environ.get("KILL_SEED", "0")) or random.randrange(1, 1 << 32)
 ROUND_DEADLINE_S = 20.0
 NUM_CHAINS = 24
@@ -42,6 +42,10 @@ SPECS = SPEC, dataclasses.replace(SPEC, weights="tests-wide", num_layers=3)
 
 PLAN = ("loaded",) * 5 + ("settled",) * 2 + ("recovering", "starting", "stopping")
 """What the sidecar does when it is killed, for ten rounds; shuffled."""
+JUDGED = {"loaded", "settled", "stopping"}
+"""Before which everything that was durable is read."""
+FLIP_CHANCE = 0.3
+MAX_FLIPS = 30  # of 220 slots or so, which they take away for good
 
 
 def chains_of(spec: KVSpec) -> list[list[bytes]]:
@@ -60,6 +64,8 @@ class KillLoop:
         self.loads = [Load(LoadClient(self.sidecar.socket, spec, chains_of(spec)), rng.random()) for spec in SPECS]
         self.judges = [LoadClient(self.sidecar.socket, spec, chains_of(spec)) for spec in SPECS]
         self.durable: set[tuple[bytes, bytes]] = set()  # namespace and key, of usable prefixes, at the last kill
+        self.rotten: dict[Path, set[int]] = {drive: set() for drive in self.drives}  # slots in which a bit was flipped
+        self._rotten_name: tuple[bytes, bytes] | None = None  # of the block in the newest of them
         self.seen: Counter[str] = Counter()
         self._rng = rng
         self._start_s = 0.5  # how long a start takes
@@ -67,6 +73,8 @@ class KillLoop:
     def round(self, kind: str) -> None:
         """Start, do, kill, look."""
         before = self.durable
+        if kind in JUDGED and self._rng.random() < FLIP_CHANCE and sum(map(len, self.rotten.values())) < MAX_FLIPS:
+            self._flip()
         getattr(self, f"_kill_{kind}")()
         with contextlib.ExitStack() as stack:
             for load in self.loads:
@@ -88,12 +96,22 @@ class KillLoop:
         for judge in self.judges:
             judge.client.connect()
             for chain in judge.chains:
-                expected = sum((judge.namespace, key) in self.durable for key in chain)
+                names = [(judge.namespace, key) for key in chain]
+                expected = sum(name in self.durable for name in names)
                 assert judge.num_found(chain) == expected
-                assert judge.get(chain) == Counter(right=expected)
+                found = judge.get(chain)
+                if self._rotten_name in names[:expected]:
+                    num_before = names.index(self._rotten_name)
+                    assert found["right"] >= num_before
+                    assert found["right"] + found["lost"] == expected > found["right"]
+                    assert judge.num_found(chain) == num_before, "a block with a flipped bit is found again"
+                    self.seen["flipped bits found"] += 1
+                else:
+                    assert found == Counter(right=expected)
             self.seen["blocks judged"] += judge.tally["right"]
             judge.tally.clear()
             judge.client.close()
+        self._rotten_name = None
 
     def close(self) -> None:
         if self.sidecar._child is not None:
@@ -160,7 +178,24 @@ class KillLoop:
         return {drive.state for drive in nvme_of(stats_of(self.sidecar)).drives} == {"ready"}
 
     def _is_settled(self) -> bool:
-        return is_settled(self.sidecar, self.drives)
+        forgotten = not any(entry.start in self.rotten[drive] for drive in self.drives for entry in entries_in(drive))
+        return forgotten and is_settled(self.sidecar, self.drives)
+
+    def _flip(self) -> None:
+        """One bit of a block that would be found. Its slot is not used again: an entry that points there is only ever the
+        one whose removal was not durable yet."""
+        drive = self._rng.choice(self.drives)
+        usable = [entry for entry in entries_in(drive) if (entry.namespace, entry.key) in self.durable]
+        if not usable:
+            return
+        entry = self._rng.choice(usable)
+        self.rotten[drive].add(entry.start)
+        self._rotten_name = entry.namespace, entry.key
+        with (drive / "blocks.kv").open("r+b") as file:
+            file.seek(entry.start + self._rng.randrange(entry.nbytes))
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1 << self._rng.randrange(8)]))
 
     def _num_recoveries(self) -> int:
         return self.sidecar.log.count(" recovered blocks=")
@@ -177,7 +212,7 @@ class KillLoop:
     def _look(self) -> None:
         """After a kill: at the drives, and at what the engines were given."""
         for drive in self.drives:
-            assert damage_in(drive) == []
+            assert damage_in(drive, known=self.rotten[drive]) == []
         for load in self.loads:
             assert load.engine.wrong == []
         usable = self._usable()
@@ -232,6 +267,7 @@ def test_kill_9_over_and_over_loses_nothing_durable_and_serves_nothing_wrong(tmp
         assert loop.seen["blocks that became durable"] > ROUNDS
         assert loop.seen["blocks that left the drives"] > 0, "the drives were never full"
         assert loop.seen["blocks judged"] > 10 * ROUNDS
+        assert loop.seen["flipped bits found"] == sum(map(len, loop.rotten.values())) > 0
 
 
 def test_kill_9_while_it_makes_its_directory_leaves_one_that_it_can_use(tmp_path: Path) -> None:
