@@ -127,3 +127,48 @@ def test_a_vocabulary_without_chatml_refuses_a_chat_and_serves_text():
         tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
     assert tokenizer.decode(tokenizer.encode("the")) == "the"
+
+
+WORDS = (
+    "He'll SAY \u00e9\u0065\u0301 it's 12345 x2y, 3.14!  "
+    "\n\n  def f(x):\r\n\treturn x  # \u4f60\u597d\u3002 \U0001f642\u00a0 end   "
+)
+"""Contractions, digits in groups, punctuation before line ends, runs of blanks, letters in two normal forms."""
+
+
+def test_qwen2s_words_are_those_of_transformers():
+    from transformers import Qwen2Tokenizer
+
+    ids = {token: index for index, token in enumerate(TOKENS)}
+    theirs = Qwen2Tokenizer(vocab=ids, merges=[tuple(merge.split(" ")) for merge in MERGES])
+    ours = gguf_tokenizer(dataclasses.replace(VOCABULARY, pre_tokenizer="qwen2"))
+
+    backend = theirs.backend_tokenizer
+    cut = ours._text.pre_tokenizer.pre_tokenize_str(WORDS)
+    assert cut == backend.pre_tokenizer.pre_tokenize_str(WORDS)
+    assert len(cut) > 20
+    assert ours.encode(WORDS) == backend.encode(WORDS, add_special_tokens=False).ids
+
+
+def test_llama_3s_words_are_those_of_transformers():
+    from inspect import signature
+
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    pattern = signature(TikTokenConverter).parameters["pattern"].default
+    ours = gguf_tokenizer(dataclasses.replace(VOCABULARY, pre_tokenizer="llama-bpe", bos_token_id=1, adds_bos=True))
+
+    theirs = [span for _, span in Split(Regex(pattern), "isolated").pre_tokenize_str(WORDS)]
+    assert [span for _, span in ours._text.pre_tokenizer.pre_tokenize_str(WORDS)] == theirs
+    assert ours.encode("the")[0] == START
+    assert ours.encode_chat([{"role": "user", "content": "the"}]).count(START) == 2
+
+
+def test_a_user_defined_token_is_text_that_is_never_cut():
+    types = [*VOCABULARY.token_types, 4]
+    tokenizer = gguf_tokenizer(dataclasses.replace(VOCABULARY, tokens=[*TOKENS, "<th\u00e9>"], token_types=types))
+
+    assert tokenizer.encode("x<th\u00e9>")[1:] == [len(TOKENS)]
+    assert tokenizer.decode([len(TOKENS)]) == "<th\u00e9>"
