@@ -174,6 +174,22 @@ def test_before_the_start_nothing_is_written_and_afterwards_what_was_missed():
     assert small.names(small.orders()) == ["a", "b", "c"]
 
 
+def test_before_the_start_nothing_is_cleaned_since_it_is_not_known_what_is_on_the_drives():
+    small = SmallSpill(start=False, write_policy="write_back")
+    first, second, *rest = chains(7, 8)
+    for names in (first, second, *rest):
+        small.put(ANNA, names)
+    small.store.tick(0.0)
+    small.restore(first)
+    small.start()
+    assert small.orders() == []
+    small.store.tick(0.5)
+    assert small.orders() == [], "eight are free and eight are on the drives"
+    small.put(ANNA, "x")
+    small.store.tick(1.0)
+    assert small.names(small.orders()) == second
+
+
 # --- in which order ---------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +243,18 @@ def test_writes_in_flight_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch):
     assert small.names(small.orders()) == ["d"]
     small.finish(first[1:])
     assert small.names(small.orders()) == ["e", "f"]
+
+
+def test_a_long_chain_is_written_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.spill.MAX_WRITES_IN_FLIGHT_BYTES", 3 * PAGE)
+    small = SmallSpill(write_policy="write_through_selective")
+    small.put(ANNA, "abcdefgh")
+    small.acquire(BERT, "abcdefgh", first_needed=7)
+    parts = []
+    while moves := small.orders():
+        parts.append("".join(small.names(moves)))
+        small.finish(moves)
+    assert parts == ["abc", "def", "gh"]
 
 
 def test_a_failed_write_is_in_flight_no_longer(monkeypatch: pytest.MonkeyPatch):

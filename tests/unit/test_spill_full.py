@@ -49,6 +49,23 @@ def test_a_full_drive_gives_up_the_tail_of_its_coldest_sequence_and_waits_until_
     assert small.names(small.orders() or small.forgets) == ["0"]
 
 
+def test_of_a_chain_is_written_what_there_are_slots_for_and_the_rest_when_there_are_more():
+    small = SmallSpill(drives=(1,), write_policy="write_through_selective")
+    small.put(ANNA, "abcd")
+    for i in range(14):
+        small.put(ANNA, [f"k{i}"])
+        small.acquire(BERT, [f"k{i}"])
+    small.settle()
+    small.acquire(BERT, "abcd", first_needed=3)
+
+    first = small.orders()
+    assert small.names(first) == ["a", "b"]
+    assert small.names(small.forgets) == ["k0"]
+    small.finish(first)
+    assert small.names(small.settle()) == ["c", "d"]
+    assert small.counter("nvme_evicted_blocks_total") == 2
+
+
 def test_removals_are_ordered_a_good_part_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvstore.spill._EVICTED_AT_ONCE_FRACTION", 1 / 4)
     small = full_drive()

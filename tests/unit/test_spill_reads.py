@@ -133,20 +133,22 @@ def test_where_the_arena_has_no_room_the_run_ends():
     assert small.names(small.orders()) == ["b", "c"]
 
 
-def test_room_is_made_for_what_arrives_but_not_of_its_own_prefix():
+@pytest.mark.parametrize("all_leased", [False, True])
+def test_room_is_made_for_what_arrives_but_not_of_its_own_prefix(all_leased: bool):
     small = SmallSpill(num_segments=1)
     small.put(ANNA, "ab")
     small.settle()
-    small.put(ANNA, [f"k{i}" for i in range(15)])  # b goes
+    others = [f"k{i}" for i in range(15)]
+    small.put(ANNA, others)  # b goes
     small.settle()
     assert small.tiers_of("ab") == [0, 1]
-    for i in range(15):
-        small.match([f"k{i}" for i in range(15)])
+    if all_leased:
+        small.acquire(ANNA, others)
 
     grant = small.acquire(BERT, "ab")
 
-    assert grant.ready == b"\1\0"
-    assert small.names(small.orders()) == ["b"]
+    assert grant.ready == (b"\1" if all_leased else b"\1\0")
+    assert small.names(small.orders()) == ([] if all_leased else ["b"])
 
 
 def test_a_block_on_its_way_may_not_be_evicted_before_somebody_could_read_it():
