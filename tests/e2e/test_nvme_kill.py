@@ -11,6 +11,8 @@ import os
 import random
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +22,10 @@ import pytest
 from drive import nvme_of, stats_of
 from drive_index import Entry, damage_in, entries_in, is_settled
 from engine_load import Load, LoadClient
-from sidecar_process import SPEC, SidecarProcess, wait_until
+from sidecar_process import ROOT, SPEC, SidecarProcess, wait_until
 
 from kvstore.core.keys import KVSpec
+from kvstore.tiers.nvme.check import check_drive
 
 ROUNDS = int(os.environ.get("KILL_ROUNDS", "50"))
 FIRST_STARTS = max(3, ROUNDS // 16)
@@ -213,6 +216,9 @@ class KillLoop:
         """After a kill: at the drives, and at what the engines were given."""
         for drive in self.drives:
             assert damage_in(drive, known=self.rotten[drive]) == []
+            num_rotten = sum(entry.start in self.rotten[drive] for entry in entries_in(drive))
+            report = check_drive(drive, repair=False, progress=lambda *_: None, threads=2)
+            assert report.problems == ({"checksum": num_rotten} if num_rotten else {}), report.findings
         for load in self.loads:
             assert load.engine.wrong == []
         usable = self._usable()
@@ -222,6 +228,13 @@ class KillLoop:
         self.seen["entries without their prefix"] += len(self._entries()) - len(usable)
         self.seen["recoveries"] = self._num_recoveries()
         self.durable = usable
+
+
+def run_check(drive: Path) -> int:
+    """`kvstore check`; its exit status."""
+    command = [sys.executable, "-m", "kvstore.cli.main", "check", str(drive)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, check=False, cwd=ROOT, env=environ, timeout=60).returncode
 
 
 def wait_for_output(sidecar: SidecarProcess, longest_s: float) -> None:
@@ -256,6 +269,8 @@ def test_kill_9_over_and_over_loses_nothing_durable_and_serves_nothing_wrong(tmp
         loop.start()
         loop.judge()
         assert loop.sidecar.stop() == 0
+        for drive in loop.drives:
+            assert run_check(drive) == 0
         served: Counter[str] = Counter()
         for load in loop.loads:
             served += load.engine.tally
