@@ -17,6 +17,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError, PeerUnavailable
 
 _DRAIN_S = 0.1
+_KEEPALIVE_S = 2.0  # below what servers grant (5 s is usual): a connection closed as we write would be a failure
 _OK, _NOT_FOUND, _TOO_MANY = 200, 404, 429
 
 
@@ -32,7 +33,7 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         # No limit of connections: a client that queues measures itself. Deadlines are set around each request.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),

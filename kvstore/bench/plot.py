@@ -8,22 +8,23 @@ from kvstore.bench.plan import Result
 from kvstore.core.errors import ConfigError
 
 _BINS = 12
+_GROUP = 5  # points; a median of fewer jumps about
 
 
 def check_plot(path: Path) -> None:
     """Raise ConfigError, before anything is run, when the picture could not be made."""
+    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise ConfigError(f"--plot: {path}; use a name that ends in .png, .svg or .pdf", field="plot", value=str(path))
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot: matplotlib is not installed; use pip install 'kvstore-tiered[plot]'", field="plot", value=str(path)
         )
-    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
-        raise ConfigError(f"--plot: {path}; use a name that ends in .png, .svg or .pdf", field="plot", value=str(path))
 
 
 def medians(points: list[tuple[int, float]], bins: int = _BINS) -> list[tuple[float, float]]:
-    """(middle of the lengths, median) of `bins` groups of nearly equal size, in order of length."""
+    """(middle of the lengths, median) of at most `bins` groups of nearly equal size, in order of length."""
     ordered = sorted(points)
-    count = min(bins, len(ordered))
+    count = min(bins, -(-len(ordered) // _GROUP))
     groups = [ordered[len(ordered) * at // count : len(ordered) * (at + 1) // count] for at in range(count)]
     return [
         (percentile([length for length, _ in group], 50), percentile([value for _, value in group], 50))

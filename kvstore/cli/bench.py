@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,22 +246,30 @@ def _run(plan: "Plan", messages: "Console") -> "Result":
 
 def _report(result: "Result", messages: "Console", json_path: Path | None, plot: Path | None) -> int:
     from rich.console import Console
+    from rich.markup import escape
 
     from kvstore.bench.report import as_json, find_problems, make_report
 
-    to_stdout = json_path is not None and str(json_path) == "-"
-    if json_path is not None:
-        text = json.dumps(as_json(result), indent=1)
-        if to_stdout:
-            click.echo(text)
-        else:
-            json_path.write_text(text + "\n")
+    to_stdout = str(json_path) == "-"
+    (messages if to_stdout else Console()).print(make_report(result), highlight=False)
+    if to_stdout:
+        click.echo(json.dumps(as_json(result), indent=1))
+    elif json_path is not None:
+        _write("json", json_path, lambda path: path.write_text(json.dumps(as_json(result), indent=1) + "\n"))
     if plot is not None:
         from kvstore.bench.plot import save_plot
 
-        save_plot(result, plot)
-    (messages if to_stdout else Console()).print(make_report(result), highlight=False)
+        _write("plot", plot, lambda path: save_plot(result, path))
     problems = find_problems(result)
     for problem in problems:
-        messages.print(f"[bold red]{problem}[/bold red]", highlight=False)
+        messages.print(f"[bold red]{escape(problem)}[/bold red]", highlight=False)
     return 1 if problems else 0
+
+
+def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    from kvstore.bench.options import refuse
+
+    try:
+        write(path)
+    except OSError as err:
+        raise refuse(option, f"{path} cannot be written: {err.strerror}", "a file that can be") from err
