@@ -12,7 +12,15 @@ import lmdb
 import numpy as np
 from block_client import content
 from numpy.typing import NDArray
-from sidecar_process import BLOCK_NBYTES, SidecarProcess, running_sidecar, tool, wait_until
+from sidecar_process import (
+    BLOCK_NBYTES,
+    SidecarProcess,
+    connected,
+    running_sidecar,
+    tool,
+    wait_until,
+    wait_until_faulted,
+)
 
 from kvstore.client import Acquired, Client
 from kvstore.client_arena import Arrival, arrival_of
@@ -88,8 +96,10 @@ def nvme_of(stats: pb.StatsReply) -> pb.TierStats:
 
 
 def wait_until_recovered(sidecar: SidecarProcess) -> None:
-    with tool(sidecar) as client:
+    """Until all that is on the drive can be found, and has room in RAM."""
+    with connected(sidecar) as client:
         wait_until(lambda: [d.state for d in nvme_of(client.stats()).drives] == ["ready"], "recovered", 20.0)
+        wait_until_faulted(client)
 
 
 def wait_until_durable(sidecar: SidecarProcess, drive: Drive) -> int:

@@ -23,6 +23,7 @@ from drive import (
     stats_of,
     wait_for_arrival,
     wait_until_durable,
+    wait_until_recovered,
 )
 from sidecar_process import (
     BLOCK_NBYTES,
@@ -31,7 +32,6 @@ from sidecar_process import (
     connected,
     running_sidecar,
     wait_until,
-    wait_until_faulted,
 )
 
 from kvstore.client import Acquired, Client
@@ -124,7 +124,7 @@ def test_a_sidecar_told_to_stop_leaves_all_it_held(sidecar: SidecarProcess, driv
     assert sidecar.stop() == 0
     sidecar.start()
 
-    wait_until(lambda: nvme_of(stats_of(sidecar)).ready_blocks == NUM_BLOCKS, "recovered")
+    wait_until_recovered(sidecar)
     with connected(sidecar) as client:
         assert get(client, keys) == right(NUM_BLOCKS)
 
@@ -248,7 +248,6 @@ def test_the_first_blocks_are_there_while_the_last_are_read(tmp_path: Path) -> N
         kill_and_restart(sidecar)
 
         with connected(sidecar, spec=spec) as client:
-            wait_until_faulted(client)
             grant = client.acquire("get", spec.namespace(), keys)
             slots = list(zip(grant.offsets.tolist(), grant.generations.tolist(), strict=True))
             until_s = time.monotonic() + ARRIVAL_DEADLINE_S
@@ -296,7 +295,7 @@ def test_a_flipped_bit_is_a_miss_counted_and_its_slot_is_given_up(
     sidecar.kill()
     drive.flip(content(keys[damaged]), at=BLOCK_NBYTES // 3)
     sidecar.start()
-    wait_until(lambda: nvme_of(stats_of(sidecar)).ready_blocks == NUM_BLOCKS, "recovered")
+    wait_until_recovered(sidecar)
 
     with connected(sidecar) as client:
         found = get(client, keys)

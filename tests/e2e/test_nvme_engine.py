@@ -9,7 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drive import Drive, acquire, kill_and_restart, nvme_of, running_on, stats_of, wait_until_durable
+from drive import (
+    Drive,
+    acquire,
+    kill_and_restart,
+    nvme_of,
+    running_on,
+    stats_of,
+    wait_until_durable,
+    wait_until_recovered,
+)
 from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine, open_bench
 from sidecar_process import SidecarProcess, wait_until
 
@@ -82,7 +91,7 @@ def test_a_live_engine_hits_again_after_kill_9_of_its_sidecar(
     assert engine.session.link is None
     sidecar.start()
     wait_until(lambda: engine.session.link, "reconnected")
-    wait_until(lambda: nvme_of(stats_of(sidecar)).ready_blocks >= NUM_LOADABLE, "recovered")
+    wait_until_recovered(sidecar)
 
     engine.llm.reset_prefix_cache()
     expect_fetched(bench, engine, prompt)
@@ -160,7 +169,7 @@ def test_a_sidecar_killed_while_blocks_are_on_their_way_costs_no_deadline(
     assert killed.wait(10.0)
     sidecar.start()
     wait_until(lambda: engine.session.link, "reconnected")
-    wait_until(lambda: nvme_of(stats_of(sidecar)).ready_blocks >= NUM_LOADABLE, "recovered")
+    wait_until_recovered(sidecar)
     engine.llm.reset_prefix_cache()
     expect_fetched(bench, engine, prompt)
 
@@ -244,7 +253,7 @@ def test_tokens_are_the_same_with_a_block_damaged_on_the_drive(
     sidecar.kill()
     drive.flip(block, at=len(block) // 2)
     sidecar.start()
-    wait_until(lambda: nvme_of(stats_of(sidecar)).ready_blocks >= NUM_LOADABLE, "recovered")
+    wait_until_recovered(sidecar)
 
     expect_fetched(bench, bench.engine(sidecar.socket), prompt, damaged * BLOCK)
 
