@@ -243,10 +243,12 @@ class Client:
         *,
         parent: bytes = b"",
         ttl_s: float = 0.0,
+        keep_s: float = 0.0,
     ) -> Reserved:
-        """Slots for the keys that nobody holds yet. `parent` is the hash before keys[0]; b"" when that is the first."""
+        """Slots for the keys that nobody holds yet. `parent` is the hash before keys[0]; b"" when that is the first. The
+        granted blocks live for `keep_s` from now on and no longer; 0: without end."""
         request = pb.ReserveRequest(
-            request_id=request_id, namespace=namespace, parent=parent, keys=_packed(keys), ttl_s=ttl_s
+            request_id=request_id, namespace=namespace, parent=parent, keys=_packed(keys), ttl_s=ttl_s, keep_s=keep_s
         )
         reply = self._call(Verb.RESERVE, request, pb.ReserveReply)
         return Reserved(
@@ -273,6 +275,16 @@ class Client:
         packed = b"" if keys is None else _packed(keys)
         request = pb.DropRequest(namespace=namespace, keys=packed, all=keys is None)
         return self._call(Verb.DROP, request, pb.DropReply).num_dropped
+
+    def pin(self, namespace: bytes, keys: Sequence[bytes] | bytes, pin_s: float) -> int:
+        """Keep the prefix that the store has of `keys` from eviction for `pin_s` from now on, 0: no longer. How many blocks."""
+        request = pb.PinRequest(namespace=namespace, keys=_packed(keys), pin_s=pin_s)
+        return self._call(Verb.PIN, request, pb.PinReply).num_blocks
+
+    def cool(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> int:
+        """Say that nobody is going to need this prefix soon: it is evicted before anything else. How many blocks it has."""
+        request = pb.PinRequest(namespace=namespace, keys=_packed(keys), cool=True)
+        return self._call(Verb.PIN, request, pb.PinReply).num_blocks
 
     def stats(self) -> pb.StatsReply:
         """Bytes, blocks, sessions, leases and counters."""

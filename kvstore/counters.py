@@ -13,6 +13,8 @@ COUNTERS = {
     "expired_blocks_total": "Slots whose writer's lease expired before the commit.",
     "evicted_blocks_total": "Blocks given up to make room.",
     "dropped_blocks_total": "Blocks removed by drop.",
+    "pinned_blocks_total": "Blocks that pins were asked for and granted.",
+    "outlived_blocks_total": "Blocks whose time to live was over.",
     "declined_blocks_no_space_total": "Blocks declined because everything else is in use.",
     "declined_blocks_orphan_total": "Blocks declined because their parent is not held.",
     "declined_blocks_leaving_total": "Blocks declined because a dropped copy of them is still being used.",

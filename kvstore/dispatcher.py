@@ -107,6 +107,7 @@ class Dispatcher:
             Verb.DROP: _Route(self._drop, self._anyone),
             Verb.STATS: _Route(self._stats, self._anyone),
             Verb.PREFETCH: _Route(self._prefetch, self._anyone),
+            Verb.PIN: _Route(self._pin, self._anyone),
         }
 
     def parse(self, verb: Verb, body: bytes) -> Message:
@@ -275,6 +276,7 @@ class Dispatcher:
         digest_nbytes = self._store.digest_nbytes(request.namespace)
         if len(request.parent) not in (0, digest_nbytes):
             raise _wrong("parent", f"{len(request.parent)} bytes", f"use {digest_nbytes}, or none for a first block")
+        _check_duration("keep_s", request.keep_s)
         now_s = self._clock.now_s()
         grant = self._store.reserve(
             session.holder,
@@ -284,6 +286,7 @@ class Dispatcher:
             keys,
             self._ttl_s(request.ttl_s),
             now_s,
+            keep_s=request.keep_s,
         )
         self._on_leases_changed()
         return pb.ReserveReply(
@@ -314,6 +317,19 @@ class Dispatcher:
         keys = self._keys(session, request.namespace, request.keys)
         num_dropped = self._store.drop(request.namespace, None if request.all else keys)
         return pb.DropReply(num_dropped=num_dropped, boot_id=self._boot_id)
+
+    def _pin(self, session: Session, request: pb.PinRequest) -> pb.PinReply:
+        keys = self._keys(session, request.namespace, request.keys)
+        _check_duration("pin_s", request.pin_s)
+        if request.cool and request.pin_s:
+            raise _wrong("cool", "true", "it ends the pin; give no pin_s with it")
+        now_s = self._clock.now_s()
+        if request.cool:
+            num_blocks = self._store.cool(request.namespace, keys, now_s)
+        else:
+            num_blocks = self._store.pin(request.namespace, keys, request.pin_s, now_s)
+        self._on_leases_changed()
+        return pb.PinReply(num_blocks=num_blocks, boot_id=self._boot_id)
 
     def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:
         return self.stats()
@@ -368,6 +384,7 @@ _REQUESTS: dict[Verb, type[Message]] = {
     Verb.DROP: pb.DropRequest,
     Verb.STATS: pb.StatsRequest,
     Verb.PREFETCH: pb.PrefetchRequest,
+    Verb.PIN: pb.PinRequest,
 }
 
 

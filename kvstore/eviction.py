@@ -1,6 +1,8 @@
 """Which block to give up next."""
 
 import heapq
+from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvstore.index import BlockIndex
@@ -22,6 +24,10 @@ class EvictionPolicy(Protocol):
 
     def offer(self, row: int) -> None:
         """`row` may have become evictable. Offering one that has not, or that is known already, does nothing."""
+        ...
+
+    def cool(self, rows: Iterable[int]) -> None:
+        """Give these up before anything else, in this order (tail to head), unless they are used again before."""
         ...
 
     def next_victim(self) -> int | None:
@@ -48,6 +54,7 @@ class LeafLru:
         self._candidates = candidates
         self._heap: list[int] = []
         self._queued = bytearray()
+        self._cooled: deque[tuple[int, int]] = deque()  # row, and its last use when it was cooled
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
@@ -59,8 +66,16 @@ class LeafLru:
             self._queued[row] = 1
             heapq.heappush(self._heap, self._index.last_use_at[row] << _ROW_BITS | row)
 
+    def cool(self, rows: Iterable[int]) -> None:
+        """See EvictionPolicy. What is in the heap stays there: it is found not evictable when it comes to the top."""
+        self._cooled.extend((row, self._index.last_use_at[row]) for row in rows)
+
     def next_victim(self) -> int | None:
         """See EvictionPolicy."""
+        while self._cooled:
+            row, last_use = self._cooled.popleft()
+            if self._index.last_use_at[row] == last_use and self._candidates.is_evictable(row):
+                return row
         heap = self._heap
         while heap:
             entry = heap[0]

@@ -15,6 +15,10 @@ Rows = NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
 
 NO_PARENT = -1
+
+KEPT, MORTAL = 1, 2
+"""Marks of a row (pins.py): not to be evicted; has a time to live, and goes to no slower tier."""
+
 _FIRST_CAPACITY = 1024
 
 
@@ -70,6 +74,7 @@ class BlockIndex:
         self.num_placed = np.empty(0, np.uint8)
         self.last_use = np.empty(0, np.int64)
         self.hits = np.empty(0, np.uint32)
+        self.marks = np.empty(0, np.uint8)
         self._grow(_FIRST_CAPACITY)
 
     @property
@@ -223,17 +228,20 @@ class BlockIndex:
             self.keys[row] = b""
         self.parent[rows] = NO_PARENT
         self.hits[rows] = 0
+        self.marks[rows] = 0
         self._free_rows.extend(numbers)
 
     def with_descendants(self, rows: Rows) -> Rows:
-        """`rows` and every row below them. O(all rows x log depth), by pointer doubling; for drop, which is rare."""
+        """`rows`, distinct, and every row below them. O(all rows x log depth) where there are any, by pointer doubling; for
+        drop, which is rare."""
+        if not self.num_children[rows].any():
+            return rows
         inside = np.zeros(self.num_rows + 1, np.bool_)  # one more, so that NO_PARENT (-1) finds False
         inside[rows] = True
-        if self.num_children[rows].any():
-            ancestor = np.append(self.parent[: self.num_rows].astype(np.int64), NO_PARENT)
-            while (ancestor != NO_PARENT).any():
-                inside |= inside[ancestor]
-                ancestor = ancestor[ancestor]
+        ancestor = np.append(self.parent[: self.num_rows].astype(np.int64), NO_PARENT)
+        while (ancestor != NO_PARENT).any():
+            inside |= inside[ancestor]
+            ancestor = ancestor[ancestor]
         return np.flatnonzero(inside)
 
     def rows_of(self, namespace: Namespace) -> Rows:
@@ -275,6 +283,7 @@ class BlockIndex:
         self.keys[row] = b""
         self.parent_at[row] = NO_PARENT
         self.hits_at[row] = 0
+        self.marks_at[row] = 0
         self._free_rows.append(row)
 
     def _grow(self, capacity: int) -> None:
@@ -285,12 +294,14 @@ class BlockIndex:
         self.num_placed = grown(self.num_placed, capacity)
         self.last_use = grown(self.last_use, capacity)
         self.hits = grown(self.hits, capacity)
+        self.marks = grown(self.marks, capacity)
         self.parent_at = self.parent.data
         self.namespace_at = self.namespace.data
         self.num_children_at = self.num_children.data
         self.num_placed_at = self.num_placed.data
         self.last_use_at = self.last_use.data
         self.hits_at = self.hits.data
+        self.marks_at = self.marks.data
 
 
 def grown(column: NDArray[_T], capacity: int) -> NDArray[_T]:

@@ -152,6 +152,10 @@ class Inventory:
         self.index.forget(row)
         self._emit_removed(entry, (key,) if found else (), RemovalReason.DAMAGED)
 
+    def offer(self, rows: Rows) -> None:
+        """These may have become evictable by something that is no move between states: the end of a pin."""
+        self._offer(rows)
+
     def ref(self, rows: Rows) -> None:
         """One more user of READY or ARRIVING blocks; keeps them from eviction (I4)."""
         self.table.refs[rows] += 1

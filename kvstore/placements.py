@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.blocks import Extent, PlacementState, SlotArrays
-from kvstore.index import NO_PARENT, BlockIndex, Rows, grown
+from kvstore.index import KEPT, NO_PARENT, BlockIndex, Rows, grown
 
 NONE, WRITING, READY, LEAVING, ARRIVING = (int(state) for state in PlacementState)
 """PlacementState as plain ints: comparing a column with an enum member is five times slower."""
@@ -63,8 +63,10 @@ class PlacementTable:
         return sum(count[state] * entry.slot_nbytes for count, entry in zip(self.counts, namespaces, strict=False))
 
     def is_evictable(self, row: int) -> bool:
-        """READY, used by nobody, and nothing below it lives in this tier, or only by it in the upper one."""
+        """READY, used by nobody, not pinned, and nothing below it lives in this tier, or only by it in the upper one."""
         if self.state_at[row] != READY or self.refs_at[row] or self.children_at[row]:
+            return False
+        if self._index.marks_at[row] & KEPT:
             return False
         upper = self._upper
         return upper is None or upper.state_at[row] == READY or not upper.children_at[row]

@@ -11,15 +11,23 @@ from kvstore.core.blocks import NO_SLOTS, Holder, KeyStatus, SlotArrays
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
 from kvstore.core.events import Event
 from kvstore.core.keys import KVSpec, differing_fields
-from kvstore.core.limits import MAX_KEYS_PER_CALL, MAX_LEASES_PER_INSTANCE, MAX_LIMBO_FRACTION, MAX_NAMESPACES
+from kvstore.core.limits import (
+    MAX_KEYS_PER_CALL,
+    MAX_LEASES_PER_INSTANCE,
+    MAX_LIMBO_FRACTION,
+    MAX_NAMESPACES,
+    MAX_PIN_S,
+    MAX_PINNED_FRACTION,
+)
 from kvstore.core.moves import Forget, MoveDone, Touch, Urgency
 from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, ReadGrant, WriteGrant
 from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.counters import new_counters
 from kvstore.eviction import EvictionPolicy, LeafLru
-from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows
+from kvstore.index import KEPT, NO_PARENT, BlockIndex, Namespace, Rows
 from kvstore.inventory import Inventory
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
+from kvstore.pins import Pins
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
 from kvstore.spill import Orders, RestoredBlocks, Spill, SpillPolicy
 from kvstore.tiers.striped import StripedSlots
@@ -90,6 +98,7 @@ class Store:
             on_event=on_event,
         )
         self._has_drives = nvme is not None
+        self._pins = Pins(self._index)
         self._limbo_fraction = limbo_fraction
         self._leases = LeaseTable(max_leases_per_instance=max_leases_per_instance)
         self._waiting: dict[int, list[Lease]] = {}  # by row that is arriving: leases that were granted it
@@ -214,13 +223,16 @@ class Store:
         keys: Sequence[bytes],
         ttl_s: float,
         now_s: float,
+        *,
+        keep_s: float = 0.0,
     ) -> WriteGrant:
         """Slots for those of `keys` that nobody has stored or is storing: the longest run from the first key on (I6).
 
         `parent` is the key before keys[0], b"" when there is none. Makes room by eviction, never of `parent` or `keys`. Declined,
         with all keys after it, is a key without room (no_space), one whose parent is not held (orphan), and one
         whose dropped copy somebody still uses (leaving): that copy's lease ends soon, and until then the block has no
-        second place (I2). Idempotent and raises like acquire; a full tier is a value.
+        second place (I2). Blocks that nobody had before live for `keep_s` from now on and no longer, 0: without end.
+        Idempotent and raises like acquire; a full tier is a value.
         """
         self.expire(now_s)
         entry = self._namespace(namespace)
@@ -243,6 +255,9 @@ class Store:
                 wanted = wanted[:num_free]
             rows = self._add_unknown(entry, keys[:end], rows[:end], parent_row)
             self._blocks.place(entry, rows[wanted])
+            if keep_s:
+                fresh = rows[wanted]
+                self._pins.set_expiry(fresh[self._spill.nvme.table.state[fresh] == NONE], now_s + keep_s)
         self._index.touch(rows[:end] if parent_row == NO_PARENT else np.append(parent_row, rows[:end]))
         statuses = np.full(len(keys), KeyStatus.DECLINED, np.uint8)
         statuses[:end] = KeyStatus.HELD
@@ -279,6 +294,38 @@ class Store:
         if not lease.pending.any():
             self._leases.end(lease)
         return len(written)
+
+    # --- wishes -----------------------------------------------------------------------------------------------------
+
+    def pin(self, namespace: bytes, keys: Sequence[bytes], pin_s: float, now_s: float) -> int:
+        """Keep the readable prefix of `keys` from eviction for `pin_s` from now on (at most MAX_PIN_S), 0: no longer; how
+        many blocks. Of all pins together no more than MAX_PINNED_FRACTION of the arena is kept: the rest of the prefix is not."""
+        self.expire(now_s)
+        _check_count(keys)
+        entry = self._namespace(namespace)
+        rows, _ = self._readable_prefix(entry, keys)
+        if pin_s <= 0:
+            self._let_go(rows)
+            return len(rows)
+        new = self._index.marks[rows] & KEPT == 0
+        left = int(MAX_PINNED_FRACTION * self._blocks.slots.capacity_bytes) - self._pins.kept_bytes()
+        within = np.cumsum(new) * entry.slot_nbytes <= left
+        rows = rows[within | ~new]
+        self._pins.keep(rows, now_s + min(pin_s, MAX_PIN_S))
+        self._counters["pinned_blocks_total"] += len(rows)
+        return len(rows)
+
+    def cool(self, namespace: bytes, keys: Sequence[bytes], now_s: float) -> int:
+        """Nobody is going to need the readable prefix of `keys` soon: its pin ends, and it goes before anything else, tail
+        first, unless it is used again before. Blocks that other prefixes share stay as they are. How many blocks it has."""
+        self.expire(now_s)
+        _check_count(keys)
+        rows, _ = self._readable_prefix(self._namespace(namespace), keys)
+        self._let_go(rows)
+        tail_first = rows[::-1].tolist()
+        for tier in (self._blocks, self._spill.nvme):
+            tier.policy.cool(tail_first)
+        return len(rows)
 
     # --- ends of leases ---------------------------------------------------------------------------------------------
 
@@ -330,15 +377,19 @@ class Store:
             self._end(lease)
 
     def expire(self, now_s: float) -> int:
-        """Take the rights of leases past their time; how many."""
+        """Take the rights of leases past their time; how many. End the pins, and the blocks, whose time is over."""
         due = self._leases.pop_due(now_s)
         for lease in due:
             self._expire(lease)
+        if (next_s := self._pins.next_due_s()) is not None and next_s <= now_s:
+            self._offer(np.array(self._pins.take_due_pins(now_s), np.int64))
+            self._drop_outlived(np.array(self._pins.take_due_blocks(now_s), np.int64))
         return len(due)
 
     def next_expiry_s(self) -> float | None:
         """When `expire` will next have something to do."""
-        return self._leases.next_expiry_s()
+        times = (self._leases.next_expiry_s(), self._pins.next_due_s())
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def instance_in_limbo(self, instance: bytes) -> bool:
         """Whether expired leases of the instance wait for a confirmation."""
@@ -361,11 +412,7 @@ class Store:
             rows = self._index.with_descendants(np.unique(found[found != NO_PARENT]))
         if self._has_drives and not self._spill.active:
             self._drops.append((namespace, keys))
-        pinned, nvme = self._blocks.table.state[rows], self._spill.nvme.table.state[rows]
-        num_dropped = int(np.count_nonzero(np.isin(pinned, _HELD) | np.isin(nvme, _HELD)))
-        self._blocks.drop(entry, rows)
-        self._spill.drop(entry, rows)
-        self._index.forget_dead(rows)
+        num_dropped = self._drop(entry, rows)
         self._counters["dropped_blocks_total"] += num_dropped
         return num_dropped
 
@@ -434,6 +481,7 @@ class Store:
         self._blocks.check()
         self._spill.check()
         self._leases.check()
+        self._pins.check()
         table = self._blocks.table
         refs = np.zeros(len(table.refs), np.int64)
         np.add.at(refs, self._spill.rows_in_flight(), 1)
@@ -540,6 +588,28 @@ class Store:
         if orphan and end and len(self._not_held(rows[:1])):
             return 0, "orphan"
         return end, "leaving" if end < len(rows) else ""
+
+    def _let_go(self, rows: Rows) -> None:
+        self._pins.let_go(rows)
+        self._offer(rows)
+
+    def _offer(self, rows: Rows) -> None:
+        for tier in (self._blocks, self._spill.nvme):
+            tier.offer(rows)
+
+    def _drop(self, entry: Namespace, rows: Rows) -> int:
+        """Remove blocks of a namespace, given with everything below them; how many are no longer found or written."""
+        pinned, nvme = self._blocks.table.state[rows], self._spill.nvme.table.state[rows]
+        num_dropped = int(np.count_nonzero(np.isin(pinned, _HELD) | np.isin(nvme, _HELD)))
+        self._blocks.drop(entry, rows)
+        self._spill.drop(entry, rows)
+        self._index.forget_dead(rows)
+        return num_dropped
+
+    def _drop_outlived(self, rows: Rows) -> None:
+        for number in np.unique(self._index.namespace[rows]).tolist():
+            own = self._index.with_descendants(np.unique(rows[self._index.namespace[rows] == number]))
+            self._counters["outlived_blocks_total"] += self._drop(self._index.namespaces[number], own)
 
     def _is_held(self, row: int) -> bool:
         """Whether children of the block can be found once they are stored."""

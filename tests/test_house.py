@@ -18,6 +18,7 @@ BRAINS = (
     "inventory",
     "spill",
     "budget",
+    "pins",
     "leases",
     "eviction",
     "admission",

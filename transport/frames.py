@@ -23,7 +23,7 @@ MAX_CALL_ID = 0xFFFF_FFFF
 
 
 class Verb(enum.IntEnum):
-    """What a frame is about. 12 to 17 are kept for Cancel, Report, Explain, Pin, Watch and Locate."""
+    """What a frame is about. 12 to 14, 16 and 17 are kept for Cancel, Report, Explain, Watch and Locate."""
 
     HELLO = 1
     MATCH = 2
@@ -36,6 +36,7 @@ class Verb(enum.IntEnum):
     DROP = 9
     STATS = 10
     PREFETCH = 11
+    PIN = 15
 
 
 class Kind(enum.IntEnum):

@@ -65,6 +65,12 @@ CUDA_DRAIN_S = 2.0
 STOP_DEADLINE_S = 3.0
 """A sidecar told to stop is gone by then."""
 
+MAX_PIN_S = 86400.0
+"""A longer wish is cut to this."""
+
+MAX_PINNED_FRACTION = 0.25
+"""Part of the arena that pins may keep from eviction, all together. A pin that would exceed it is cut."""
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 SEGMENT_BYTES = 64 << 20
 """A segment of the arena, given to one size class at a time. A block larger than this is refused at Hello."""

@@ -199,18 +199,20 @@ class RenewReply(_message.Message):
     def __init__(self, ended_lease_ids: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "namespace", "parent", "keys", "ttl_s")
+    __slots__ = ("request_id", "namespace", "parent", "keys", "ttl_s", "keep_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     namespace: bytes
     parent: bytes
     keys: bytes
     ttl_s: float
-    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    keep_s: float
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keep_s: _Optional[float] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("lease_id", "expires_in_s", "statuses", "offsets", "generations", "declined_reason", "boot_id")
@@ -295,6 +297,26 @@ class PrefetchReply(_message.Message):
     num_started: int
     boot_id: bytes
     def __init__(self, num_blocks: _Optional[int] = ..., num_started: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("namespace", "keys", "pin_s", "cool")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PIN_S_FIELD_NUMBER: _ClassVar[int]
+    COOL_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    keys: bytes
+    pin_s: float
+    cool: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., pin_s: _Optional[float] = ..., cool: bool = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("num_blocks", "boot_id")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    boot_id: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

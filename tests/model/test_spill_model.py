@@ -158,7 +158,8 @@ class Walk:
         skip = self.draw.choice([0, 0, 0, 1, 3]) % len(tokens)
         parent = tokens[skip - 1][1] if skip else b""
         keys = [key for _, key in tokens[skip:]]
-        grant = self.store.reserve(holder, self.request(), tokens[0][0], parent, keys, 60.0, self.now_s)
+        keep_s = self.draw.choice([0.0, 0.0, 0.0, 4.0])
+        grant = self.store.reserve(holder, self.request(), tokens[0][0], parent, keys, 60.0, self.now_s, keep_s=keep_s)
         if grant.lease_id:
             wanted = [
                 token
@@ -211,6 +212,18 @@ class Walk:
         tokens = self.prefix(label, path)
         found = self.store.prefetch(tokens[0][0], [key for _, key in tokens], 0, self.now_s)
         assert found.num_started <= found.num_blocks <= len(tokens)
+
+    def pin(self) -> None:
+        label, path = self.some_path()
+        tokens = self.prefix(label, path)
+        keys = [key for _, key in tokens]
+        held = self.store.match(tokens[0][0], keys, self.now_s).num_blocks
+        assert self.store.pin(tokens[0][0], keys, self.draw.choice([0.0, 3.0, 30.0]), self.now_s) <= held
+
+    def cool(self) -> None:
+        label, path = self.some_path()
+        tokens = self.prefix(label, path)
+        self.store.cool(tokens[0][0], [key for _, key in tokens], self.now_s)
 
     def drop(self) -> None:
         label, path = self.some_path()
@@ -387,6 +400,8 @@ STEPS = {
     "release": 14,
     "prefetch": 4,
     "drop": 1.5,
+    "pin": 2,
+    "cool": 1,
     "finish_moves": 20,
     "commit_index": 8,
     "advance": 5,
