@@ -340,7 +340,7 @@ class NvmeLives(RuleBasedStateMachine):
             path: file.kill() if survive is None else file.crash(survive=survive, rng=self.rng)
             for path, file in self.files.items()
         }
-        self.tier.close(0.5 if self.ordered == self.durable else DEADLINE_S)
+        self.tier.close(DEADLINE_S)
         for path, copy in zip(self.paths, indexes, strict=True):
             shutil.rmtree(path / "index")
             copy.rename(path / "index")
