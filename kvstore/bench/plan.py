@@ -188,10 +188,11 @@ class _Side(contextlib.AbstractAsyncContextManager["_Side"]):
         )
         arrivals = plan.arrivals.part(first, len(conversations))
         incident, began_s = self._start_incident(), self._clock.now_s()
+        begun = False
         try:
             part = await runner.run(conversations, arrivals, start_s=self._duration_s)
-        finally:
             begun = plan.incident is not None and self._clock.now_s() - began_s >= plan.incident.at_s
+        finally:
             self._incident = await _end_incident(incident, begun=begun)
         self._samples += part.samples
         self._duration_s += part.duration_s
@@ -216,7 +217,7 @@ class _Side(contextlib.AbstractAsyncContextManager["_Side"]):
 
 
 async def _end_incident(task: asyncio.Task[IncidentOutcome] | None, *, begun: bool) -> IncidentOutcome | None:
-    """Its outcome, once the command has ended; None when the run ended before its time."""
+    """Its outcome, once the command has ended; None when the run ended before its time or was broken off."""
     if task is None:
         return None
     if not begun:

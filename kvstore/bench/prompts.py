@@ -18,7 +18,7 @@ from kvstore.bench.words import WORDS
 Name = tuple[str | int, ...]
 """What a piece is called."""
 
-_WORDS = np.array([" " + word for word in WORDS])
+_WORDS = [" " + word for word in WORDS]
 
 
 class Piece(NamedTuple):
@@ -38,12 +38,13 @@ def num_tokens(pieces: Sequence[Piece]) -> int:
 
 def make_text(seed: int, pieces: Sequence[Piece]) -> str:
     """Words, each with a space before it, so that pieces join without changing one another's tokens."""
-    return "".join("".join(_WORDS[_draw(seed, piece, len(_WORDS))]) for piece in pieces)
+    words = _WORDS
+    return "".join([words[draw] for piece in pieces for draw in _draw(seed, piece, len(words))])
 
 
 def make_token_ids(seed: int, pieces: Sequence[Piece], *, first: int, last: int) -> list[int]:
     """Token ids from `first` to `last`, both included."""
-    return [int(draw) + first for piece in pieces for draw in _draw(seed, piece, last - first + 1)]
+    return [draw + first for piece in pieces for draw in _draw(seed, piece, last - first + 1)]
 
 
 def generator(seed: int, *name: str | int) -> np.random.Generator:
@@ -52,8 +53,9 @@ def generator(seed: int, *name: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
 
 
-def _draw(seed: int, piece: Piece, choices: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _draw(seed: int, piece: Piece, choices: int) -> list[int]:
     """From raw 64-bit draws: NumPy promises those to stay as they are, but not what `integers` makes of them. The modulo's
     bias, choices / 2^64, does not matter here."""
     raw = generator(seed, "piece", *piece.name).bit_generator.random_raw(piece.num_tokens)
-    return (raw % np.uint64(choices)).astype(np.int64)
+    drawn: list[int] = (raw % np.uint64(choices)).tolist()
+    return drawn

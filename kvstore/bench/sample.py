@@ -5,7 +5,8 @@
          └ lag ───┴────── TTFT ──────┴── ITL, ITL, ... ───┘          │
                   └──────────────────── E2E ────────────────────────┘
 
-TTFT  sent to the first chunk that has text; a chat's first chunk, which has only a role, does not count
+TTFT  sent to the first chunk that has text; a chat's first chunk, which has only a role, does not count. Sent is when we begin:
+      where a connection has to be made first, that is part of it
 ITL   between two such chunks: a server that sends several tokens in one chunk has fewer and longer ones
 TPOT  first to last such chunk, divided by the output tokens after the first; none for answers of one token
 E2E   sent to the end of the stream

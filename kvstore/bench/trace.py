@@ -30,10 +30,13 @@ def read_trace(
 
     Raises ConfigError that names the line and the field. An output_length of 0 asks for one token, the least a server takes.
     """
-    found = []
+    found: list[tuple[float, Turn]] = []
+    pieces: dict[Piece, Piece] = {}  # one object for each block: a trace has some 100 for each request
     for number, line in enumerate(_lines(path), start=1):
         if line.strip():
-            found.append(_parse(line, f"trace {path}, line {number}", block_tokens))
+            timestamp_ms, turn = _parse(line, f"trace {path}, line {number}", block_tokens)
+            question = tuple(pieces.setdefault(piece, piece) for piece in turn.question)
+            found.append((timestamp_ms, Turn(question, turn.output_tokens)))
         if len(found) == limit:
             break
     if not found:

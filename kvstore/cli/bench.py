@@ -30,7 +30,9 @@ def bench() -> None:
 @click.option("--url", "urls", multiple=True, metavar="[LABEL=]URL", help="The server's address; twice: compare two.")
 @click.option("--compare", metavar="[LABEL=]URL", help="A second server, asked the same.")
 @click.option(
-    "--compare-body", metavar="JSON", help="Ask the one server twice, the second time with these body fields."
+    "--compare-body",
+    metavar="JSON",
+    help="Ask the one server twice, then with these body fields; it may find what it cached.",
 )
 @click.option("--rounds", type=_COUNT, default=1, show_default=True, help="Parts in which two servers take turns.")
 @click.option("--api", type=click.Choice(["completions", "chat"]), default="chat", show_default=True)
@@ -107,8 +109,8 @@ def serve(**options: Any) -> None:
     from rich.console import Console
 
     json_path, plot = options.pop("json_path"), options.pop("plot")
-    for path in (json_path, plot):
-        _check_folder(path)
+    _check_folder("json", json_path)
+    _check_folder("plot", plot)
     if plot:
         from kvstore.bench.plot import check_plot
 
@@ -209,11 +211,10 @@ def _need_aiohttp() -> None:
         )
 
 
-def _check_folder(path: Path | None) -> None:
+def _check_folder(option: str, path: Path | None) -> None:
     from kvstore.bench.options import refuse
 
     if path is not None and not path.parent.is_dir():
-        option = "plot" if path.suffix.lower() in {".png", ".svg", ".pdf"} else "json"
         raise refuse(option, path, f"a file in a folder that exists; {path.parent} does not")
 
 

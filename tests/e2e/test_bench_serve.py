@@ -430,6 +430,23 @@ def test_every_workload_runs_from_the_command_line(server: OpenAIServer, tmp_pat
         assert side["requests"][1]["due_s"] == 0.1
 
 
+def test_degraded_runs_from_the_command_line(server: OpenAIServer) -> None:
+    short = ("--url", server.url, "--requests", "6", "--output-tokens", "3", "--json", "-")
+    cold = json.loads(bench(*short, "--scenario", "all-cold", "--cold-by", "kvstore", "--nonce", "n1").stdout)
+    killed = json.loads(bench(*short, "--scenario", "sidecar-killed", "--at", "0", "--run", "echo gone").stdout)
+
+    assert (cold["nonce"], cold["sides"][0]["cold_by"]) == ("n1", "kvstore")
+    assert {body["kvstore"]["salt"] for body in server.bodies[1:7]} == {f"n1-A-{number}.0" for number in range(6)}
+    assert (killed["sides"][0]["incident"]["exit_code"], killed["sides"][0]["incident"]["output"]) == (0, "gone")
+
+
+def test_prompts_of_token_ids(server: OpenAIServer) -> None:
+    bench("--url", server.url, "--requests", "2", "--api", "completions", "--token-ids", "7-9", "--input-tokens", "40")
+
+    assert {token_id for body in server.bodies for token_id in body["prompt"]} == {7, 8, 9}
+    assert [len(body["prompt"]) for body in server.bodies] == [40, 40, 40]
+
+
 def test_different_outputs_end_with_1_and_say_where() -> None:
     with serving(OpenAIServer()) as one, serving(OpenAIServer(twist="x")) as other:
         shown = bench("--url", one.url, "--compare", f"other={other.url}", "--requests", "3", expect=1)
