@@ -242,6 +242,18 @@ def test_a_drive_that_refused_a_write_is_left_alone_for_a_while_the_other_goes_o
     assert {drive_of(move) for move in small.settle(1.0)} == {0, 1}
 
 
+def test_the_cleaner_wants_a_block_again_whose_write_failed_also_while_it_is_read():
+    small = SmallSpill(write_policy="write_back")
+    for chain in "abcdefg":
+        small.put(ANNA, [f"{chain}{i}" for i in range(8)])
+        small.acquire(BERT, [f"{chain}{i}" for i in range(8)])
+    small.store.tick(0.0)
+    first = small.orders()
+    small.finish(first, MoveProblem.READ_ONLY)
+    small.store.tick(DRIVE_RETRY_S[0])
+    assert small.names(small.orders(DRIVE_RETRY_S[0])) == small.names(first) == [f"a{i}" for i in range(8)]
+
+
 def refuse(small: SmallSpill, name: str, now_s: float) -> bool:
     """Whether the drive was tried; it refuses again."""
     small.store.tick(now_s)

@@ -437,6 +437,8 @@ def test_a_block_dropped_on_its_way_that_does_not_come_ends_its_leases():
     moves = small.orders()
     small.store.drop(small.namespace, None)
     small.finish(moves, MoveProblem.CHECKSUM)
+    removed = [event.reason for event in small.events if isinstance(event, BlockRemoved)]
+    assert removed == [RemovalReason.DROPPED], "once"
     with pytest.raises(UnknownLease):
         small.store.release(ANNA, grant.lease_id, 0.0)
     assert small.tier().free_bytes == small.tier().capacity_bytes
