@@ -166,10 +166,6 @@ class BlockIndex:
         self.keys.extend([b""] * (self.num_rows - first))
         return np.array([*reused, *range(first, self.num_rows)], np.int64)
 
-    def free_new_rows(self, rows: Sequence[int]) -> None:
-        """Give back rows of `new_rows` that were not added."""
-        self._free_rows.extend(rows)
-
     def touch(self, rows: Rows) -> None:
         """Mark as just used, tail to head."""
         last = self._sequence + len(rows)

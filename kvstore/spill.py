@@ -10,6 +10,7 @@ Everything here is a decision or the account of one; the I/O is done by whoever 
 
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import repeat
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -195,22 +196,23 @@ class Spill:
             self.nvme.policy.offer(row)
 
     def _restore_rows(self, entry: Namespace, blocks: RestoredBlocks) -> Rows:
-        """A row for each block, found or added; -1 for those whose parent is not known (any more)."""
+        """A row for each block, found or added; -1 for those whose parent is not known (any more), and what follows them."""
         rows = self._index.find_all(entry, blocks.keys)
-        unknown = np.flatnonzero(rows == NO_PARENT).tolist()
-        fresh = self._index.new_rows(len(unknown)).tolist()
+        new = np.flatnonzero(rows == NO_PARENT)
+        while True:
+            keys = [blocks.keys[i] for i in new.tolist()]
+            parents = [blocks.parents[i] for i in new.tolist()]
+            among_new = _look_up(dict(zip(keys, range(len(keys)), strict=True)), parents)
+            known = _look_up(entry.rows, parents)
+            orphans = (among_new < 0) & (known < 0) & (np.fromiter(map(len, parents), np.int64, len(parents)) > 0)
+            if not orphans.any():
+                break
+            new = new[~orphans]
+        fresh = self._index.new_rows(len(new))
         self.grow()
-        parents: list[int] = []
-        added: dict[bytes, int] = {}
-        for i in unknown:
-            parent = blocks.parents[i]
-            parent_row = added.get(parent, entry.rows.get(parent, NO_PARENT)) if parent else NO_PARENT
-            if parent and parent_row == NO_PARENT:
-                continue
-            rows[i] = added[blocks.keys[i]] = fresh[len(added)]
-            parents.append(parent_row)
-        self._index.free_new_rows(fresh[len(added) :])
-        self._index.add(entry, list(added), np.array(parents, np.int64), np.array(fresh[: len(added)], np.int64))
+        parent_rows = np.where(among_new < 0, known, np.append(fresh, NO_PARENT)[among_new])
+        self._index.add(entry, keys, parent_rows, fresh)
+        rows[new] = fresh
         return rows
 
     # --- questions ------------------------------------------------------------------------------------------------------
@@ -558,6 +560,11 @@ class Spill:
 
     def _is_write(self, move_id: int) -> bool:
         return self._flights[move_id].urgency is Urgency.WRITE
+
+
+def _look_up(numbers: Mapping[bytes, int], keys: Sequence[bytes]) -> Rows:
+    """A number for each key, -1 where there is none."""
+    return np.fromiter(map(numbers.get, keys, repeat(-1)), np.int64, len(keys))
 
 
 class _Pause(NamedTuple):
