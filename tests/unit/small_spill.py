@@ -61,16 +61,19 @@ class SmallSpill(SmallStore):
         names: Sequence[str],
         *,
         parent: str = "",
+        parents: Sequence[str] = (),
         last_use: Sequence[int] | None = None,
         hits: Sequence[int] | None = None,
     ) -> None:
-        """One sequence; several calls are slices of what is on the drives. `parent` is the name before, known or not."""
+        """One sequence; several calls are slices of what is on the drives. `parent` is the name before, known or not; or
+        `parents` has that of each name, "" for none."""
         keys, count, first = self.keys(names), len(names), self._num_restored
         self._num_restored += count
+        before = parents or [parent, *names[:-1]]
         numbers = np.arange(first, first + count)
         blocks = OnDrives(
             keys,
-            [*([b""] if not parent else self.keys([parent])), *keys[:-1]],
+            [self.keys([name])[0] if name else b"" for name in before],
             (numbers % len(self.each) << DRIVE_SHIFT) + numbers // len(self.each) * PAGE,
             (numbers + 1).astype(np.uint64),
             (numbers + 1000).astype(np.uint64),

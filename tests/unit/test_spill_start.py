@@ -148,6 +148,18 @@ def test_a_block_without_its_parent_is_forgotten_and_its_slot_comes_back():
     assert {move.record.offset for move in small.orders()} == offsets
 
 
+def test_in_one_slice_only_those_are_forgotten_that_hang_on_what_is_missing():
+    """Three sequences, each in its order, the second behind a parent that is not known."""
+    small = SmallSpill(start=False)
+    small.restore("t")
+    small.restore("arbscx", parents=["t", "gone", "a", "r", "b", ""])
+    small.start()
+    small.orders()
+    assert small.names(small.forgets) == ["r", "s"]
+    assert (small.match("tabc"), small.match("x"), small.match("rs")) == (4, 1, 0)
+    assert small.counter("restored_blocks_total") == 5
+
+
 def test_a_quarantined_slot_stays_unused():
     small = SmallSpill(drives=(1,), start=False)
     small.restore("a")
