@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # the command's help needs neither numpy nor lmdb
 def check(directory: Path, *, repair: bool, as_json: bool) -> None:
     """Verify a drive's directory that no sidecar is using: every block's checksum, the index, the slots.
 
-    Changes nothing without --repair, which costs blocks that are damaged and no others. Exit code: 0 nothing is wrong,
-    1 something was (also when it is repaired now), 2 the drive cannot be looked at.
+    Changes nothing without --repair, which costs the blocks that are damaged and no others, unless the index itself cannot
+    be read: then all. Exit code: 0 nothing is wrong, 1 something was (also when it is repaired now), 2 the drive cannot be
+    looked at.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn

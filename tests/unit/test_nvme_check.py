@@ -16,7 +16,7 @@ from small_drive import NAMESPACE, PAGE, SEGMENT, SPEC, key
 from test_nvme_tier import DEADLINE_S, NBYTES, House, block, forget
 
 from kvstore.cli.check import check
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.moves import MoveProblem
 from kvstore.tiers.nvme import records as r
 from kvstore.tiers.nvme.check import CheckReport, check_drive
@@ -215,6 +215,18 @@ class TestCheck:
         house.write(tier, block(3))
         tier.close(DEADLINE_S)
         assert house.keys_after() == {key(3)}
+
+    def test_an_index_of_another_lmdb_is_left_alone(self, house: CheckedHouse) -> None:
+        data = house.paths[0] / "index" / "data.mdb"
+        content = bytearray(data.read_bytes())
+        for page in (0, 1):
+            content[page * PAGE + 20] = 77  # the format's version in a meta page
+        data.write_bytes(content)
+
+        with pytest.raises(TierIOError, match=r"v77 is not supported|VERSION_MISMATCH|MDB_INVALID"):
+            house.check(repair=True)
+
+        assert data.read_bytes() == content
 
     @pytest.mark.parametrize("how", ["missing", "empty", "short"])
     def test_a_data_file_that_lacks_something_is_made_whole(self, house: CheckedHouse, how: str) -> None:

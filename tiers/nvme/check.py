@@ -19,7 +19,7 @@ from kvstore.core.limits import DRIVE_THREADS, MAX_IO_BYTES
 from kvstore.core.moves import Forget, MoveProblem
 from kvstore.tiers.nvme.directory import DATA_FILE, INDEX_FOLDER, LOCK_FILE, DirectoryLock, read_header, write_header
 from kvstore.tiers.nvme.file import BlockFile, DirectFile, page_aligned, problem_of
-from kvstore.tiers.nvme.lmdb_pages import require_sound
+from kvstore.tiers.nvme.lmdb_pages import is_another_version, require_sound
 from kvstore.tiers.nvme.records import (
     FORMAT_VERSION,
     HEADER_NBYTES,
@@ -178,8 +178,8 @@ class _Check:
         try:
             meta = self._open_tables()
         except TierIOError as err:
-            if err.fields["errno"] not in {0, errno.EIO}:
-                raise
+            if err.fields["errno"] not in {0, errno.EIO} or is_another_version(self.tables.path):
+                raise  # nothing that an empty index would cure
             self._found("index", err.message)
             meta = None
         if meta is not None:

@@ -27,6 +27,7 @@ _TREE_RECORD = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch, leaf and
 _META_FIELDS = struct.Struct(
     "<IIQQ48s48sQQ"
 )  # magic, version, address, map size, free tree, main tree, last page, txn id
+_LARGEST_PAGE = 65536
 _NO_PAGE = (1 << 64) - 1
 _PAGES_AT_ONCE = 2048
 _READ_NBYTES = 1 << 20
@@ -55,6 +56,20 @@ def require_sound(folder: Path) -> None:
         raise TierIOError(
             f"nvme: {path} is damaged ({err}); kvstore check --repair makes an empty index", tier="nvme", errno=0
         ) from err
+
+
+def is_another_version(folder: Path) -> bool:
+    """Whole for all we know, but of an lmdb that we do not: both meta pages name one other version. Raises OSError."""
+    path = folder / "data.mdb"
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_LARGEST_PAGE + _PAGE_HEADER + _META_FIELDS.size)
+    if len(head) < _PAGE_HEADER + _META_FIELDS.size:
+        return False
+    magic, version, *_, free, _, _, _ = _META_FIELDS.unpack_from(head, _PAGE_HEADER)
+    second = struct.unpack_from("<I", free)[0] + _PAGE_HEADER  # behind the first page, whose size is there
+    return magic == _MAGIC and version != _VERSION and head[second : second + 8] == struct.pack("<II", magic, version)
 
 
 def _check(path: Path) -> None:
@@ -94,7 +109,12 @@ def _metas(raw: Pages) -> tuple[int, _Tree, _Tree, int] | None:
     if first[1] != _VERSION:
         return None
     page_nbytes = struct.unpack_from("<I", first[4])[0]
-    if page_nbytes < 512 or page_nbytes > 65536 or page_nbytes & (page_nbytes - 1) or len(raw) < 2 * page_nbytes:
+    if (
+        page_nbytes < 512
+        or page_nbytes > _LARGEST_PAGE
+        or page_nbytes & (page_nbytes - 1)
+        or len(raw) < 2 * page_nbytes
+    ):
         raise _Damaged(f"page size {page_nbytes}")
     metas = [first, _META_FIELDS.unpack_from(raw.data, page_nbytes + _PAGE_HEADER)]
     for number, meta in enumerate(metas):
