@@ -180,14 +180,14 @@ def test_before_the_start_nothing_is_cleaned_since_it_is_not_known_what_is_on_th
     for names in (first, second, *rest):
         small.put(ANNA, names)
     small.store.tick(0.0)
-    small.restore(first)
+    small.restore(second)
     small.start()
     assert small.orders() == []
     small.store.tick(0.5)
     assert small.orders() == [], "eight are free and eight are on the drives"
     small.put(ANNA, "x")
     small.store.tick(1.0)
-    assert small.names(small.orders()) == second
+    assert small.names(small.orders()) == first
 
 
 # --- in which order ---------------------------------------------------------------------------------------------------
