@@ -30,12 +30,52 @@ Block i of a request covers tokens [i * block_tokens, (i + 1) * block_tokens). `
 Only full blocks are loaded and saved. The last token of a prompt is never loaded: it must be computed for its logits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvstore.core.errors import ConfigError
+
+MAX_SALT_BYTES = 256
+MAX_SESSION_ID_BYTES = 200
+"""Both in UTF-8. Longer: ConfigError. They are names, not payloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """What a request wishes of the caches: of the store through the connector, and of the engine's own pages where said.
+    Picklable. Raises ConfigError for a value that means nothing."""
+
+    salt: str = ""  # enters the hash root: blocks of different salts never meet, nor do they in the engine's own pages
+    no_read: bool = False  # nothing is found, neither in the store nor in the engine's own pages
+    no_store: bool = False  # nothing can be found by others, neither in the store nor in the engine's own pages
+    ttl_s: float = 0.0  # time to live of blocks that this request brings into the store; 0: no limit
+    pin_s: float = 0.0  # keep the prompt's prefix in the store for so long; 0: no longer than others
+    session_id: str = (
+        ""  # requests of one conversation: what may be brought nearer before the next turn, and let go after
+    )
+
+    def __post_init__(self) -> None:
+        for name, limit in (("salt", MAX_SALT_BYTES), ("session_id", MAX_SESSION_ID_BYTES)):
+            _check_name(name, getattr(self, name), limit)
+        for name in ("ttl_s", "pin_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}: {value} is out of range; use 0 or more seconds", field=name, value=value)
+
+
+def _check_name(name: str, value: str, limit: int) -> None:
+    try:
+        wrong = "" if len(value.encode()) <= limit else f"has {len(value.encode())} bytes"
+    except UnicodeEncodeError:
+        wrong = "is no UTF-8"
+    if wrong:
+        shown = ascii(value[:40])
+        raise ConfigError(f"{name}: {shown} {wrong}; use at most {limit} bytes of UTF-8", field=name, value=shown)
 
 
 class Request(Protocol):
@@ -60,6 +100,11 @@ class Request(Protocol):
     def block_hashes(self) -> Sequence[bytes]:
         """Chained hashes of the full blocks of all tokens so far; grows as tokens are generated. May lag behind what a
         step computes: an engine that schedules ahead of its sampler fills a block before it knows the block's tokens."""
+        ...
+
+    @property
+    def cache(self) -> CacheOptions:
+        """Wishes that came with the request. The salt is in `block_hashes` already."""
         ...
 
 

@@ -17,10 +17,17 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest, SchedulerSide, WorkerOutput
+from kvstore.engine_connector.protocol import (
+    CacheOptions,
+    ConnectorMetadata,
+    ScheduledRequest,
+    SchedulerSide,
+    WorkerOutput,
+)
 
 logger = logging.getLogger(__name__)
 _SALT_NBYTES = 16
+_NO_WISHES = CacheOptions()
 
 
 class VllmRequest(Protocol):
@@ -77,6 +84,11 @@ class TrackedRequest:
     def request_id(self) -> str:
         """See protocol.Request."""
         return self._request.request_id
+
+    @property
+    def cache(self) -> CacheOptions:
+        """See protocol.Request. vLLM's cache_salt is in its hashes, and it carries no other wishes."""
+        return _NO_WISHES
 
     @property
     def num_tokens(self) -> int:

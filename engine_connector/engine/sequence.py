@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core.keys import HashScheme
 from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams
+from kvstore.engine_connector.protocol import CacheOptions
 
 
 class Status(enum.Enum):
@@ -55,6 +56,7 @@ class Sequence:
     first_token_s: float | None = None
     finish_reason: FinishReason | None = None
     counts: Counts = field(default_factory=Counts)
+    cache: CacheOptions = field(default_factory=CacheOptions)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
