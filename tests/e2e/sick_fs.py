@@ -49,6 +49,16 @@ def remount(folder: Path, options: str) -> None:
 
 
 @contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """For a while every write hangs, as it does on a device that does not answer; reads of files go on."""
+    _run("fsfreeze", "--freeze", str(folder))
+    try:
+        yield
+    finally:
+        _run("fsfreeze", "--unfreeze", str(folder))
+
+
+@contextlib.contextmanager
 def tmpfs(nbytes: int) -> Iterator[Path]:
     """It has what a tmpfs has: no device below it, so it can be full and nothing worse."""
     with mounted("tmpfs", "none", f"size={nbytes}") as folder:
@@ -71,26 +81,26 @@ class LoopDevice:
 
     def __init__(self, image: Path, nbytes: int) -> None:
         self._image = image
-        self._lost = nbytes, b""
         with image.open("wb") as file:
             file.truncate(nbytes)
         self.name = _run("losetup", "--find", "--show", str(image))
 
-    def lose_sectors(self, start: int) -> None:
-        """From byte `start` on every read and write is an I/O error."""
+    @contextlib.contextmanager
+    def without_sectors(self, start: int) -> Iterator[None]:
+        """For a while every read and write from byte `start` on is an I/O error. Keep the file system's own blocks out of it:
+        the kernel waits for those without end when the device has become too short for them."""
         with self._image.open("r+b") as file:
             file.seek(start)
-            self._lost = start, file.read()
+            lost = file.read()
             file.truncate(start)
-        _run("losetup", "--set-capacity", self.name)
-
-    def heal(self) -> None:
-        """They can be read again, and have what they had."""
-        start, lost = self._lost
-        with self._image.open("r+b") as file:
-            file.seek(start)
-            file.write(lost)
-        _run("losetup", "--set-capacity", self.name)
+            _run("losetup", "--set-capacity", self.name)
+            try:
+                yield
+            finally:
+                file.seek(start)
+                file.write(lost)
+                file.flush()
+                _run("losetup", "--set-capacity", self.name)
 
     def fail_file_system(self) -> None:
         """What ext4 does when it meets an inconsistency: with errors=remount-ro it takes no writes any more."""
@@ -137,7 +147,7 @@ def _why_no_mounts() -> str:
 
 @functools.cache
 def _why_no_loop_devices() -> str:
-    missing = [tool for tool in ("losetup", "mkfs.ext4") if shutil.which(tool) is None]
+    missing = [tool for tool in ("losetup", "mkfs.ext4", "fsfreeze") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} missing"
     try:

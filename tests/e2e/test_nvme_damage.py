@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import socket
 import urllib.request
 from collections import Counter
@@ -23,13 +24,14 @@ from engine_load import LoadClient
 from sick_fs import (
     ext4_on_loop,
     fill,
+    frozen,
     needs_loop_devices,
     needs_mounts,
     place_on_device,
     remount,
     tmpfs,
 )
-from sidecar_process import BLOCK_NBYTES, SPEC, SidecarProcess, running_sidecar, wait_until
+from sidecar_process import BLOCK_NBYTES, SPEC, SidecarProcess, running_sidecar, wait_until, wait_until_faulted
 
 from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.tiers.nvme.records import HEADER_NBYTES
@@ -123,16 +125,16 @@ class Service:
 
 
 @contextlib.contextmanager
-def service_on(*directories: Path, folder: Path) -> Iterator[Service]:
+def service_on(*directories: Path, folder: Path, arena: str = "2MiB") -> Iterator[Service]:
     flags = [flag for directory in directories for flag in ("--nvme", str(directory))]
     port = free_port()
     flags += ["--no-grpc", "--nvme-bytes", "4MiB", "--metrics-port", str(port)]
-    with running_sidecar(folder, *flags, arena="2MiB") as sidecar:
+    with running_sidecar(folder, *flags, arena=arena) as sidecar:
         engine = LoadClient(sidecar.socket, SPEC, [])
         service = Service(sidecar, directories, engine, port)
         wait_until(lambda: "recovering" not in service.states(), "recovered", STATE_DEADLINE_S)
         with engine.client as client:
-            wait_until(lambda: client.stats().tiers[0].capacity_bytes == 2 << 20, "arena faulted")
+            wait_until_faulted(client)
             yield service
         assert engine.wrong == []
         assert sidecar.alive()
@@ -203,11 +205,15 @@ def test_a_block_whose_bytes_changed_is_a_miss_and_its_slot_is_given_up(
     assert service.states() == ["ready"], "one block says nothing about the drive"
 
     assert service.engine.put(keys) >= 1, "whoever recomputes it stores it again"
-    wait_until(lambda: service.entry(entry.key).start != entry.start, "elsewhere")
+    wait_until(lambda: is_elsewhere(service.directories[0], entry), "elsewhere", STATE_DEADLINE_S)
     service.settle()
     service.restart()
     service.require_all(1, 2)
     assert service.quarantined_bytes == BLOCK_NBYTES
+
+
+def is_elsewhere(directory: Path, entry: Entry) -> bool:
+    return {other.start for other in entries_in(directory) if other.key == entry.key} not in ({entry.start}, set())
 
 
 # --- the data file ---------------------------------------------------------------------------------------------------------
@@ -228,6 +234,24 @@ def test_a_data_file_that_is_deleted_is_read_on_and_not_written(service: Service
     service.restart()
     assert service.states() == ["ready"], "with a new file"
     assert f"{CHAIN_BLOCKS} blocks are lost" in service.sidecar.log
+    assert service.engine.num_found(chain(1)) == 0
+    service.put_durably(3)
+    service.restart()
+    service.require_all(3)
+
+
+def test_a_directory_that_is_removed_costs_what_was_in_it(service: Service) -> None:
+    service.put_durably(1)
+    service.restart()
+    shutil.rmtree(service.directories[0])
+
+    service.wait_for("degraded")
+    assert "deleted" in service.reason()
+    service.require_all(1)
+    service.require_service_from_ram(2)
+
+    service.restart()
+    assert service.states() == ["ready"], "with a new directory"
     assert service.engine.num_found(chain(1)) == 0
     service.put_durably(3)
     service.restart()
@@ -346,6 +370,27 @@ def test_a_full_file_system_stops_writes_until_there_is_room_again(tmp_path: Pat
     assert "committed again" in service.sidecar.log
 
 
+def test_killed_while_the_file_system_is_full_it_has_what_was_durable_before(tmp_path: Path) -> None:
+    needs_mounts()
+    with tmpfs(12 << 20) as folder, service_on(folder / "drive", folder=tmp_path) as service:
+        service.put_durably(1)
+        fill(folder)
+        seeds = 2
+        while service.states() == ["ready"]:
+            assert seeds < 9, "the index never grew"
+            service.require_service_from_ram(seeds)
+            seeds += 1
+
+        service.restart()
+
+        assert service.states() == ["ready"], "until it has something to write"
+        service.require_all(1)
+        assert damage_in(service.directories[0]) == []
+        for seed in range(2, 20):
+            service.require_service_from_ram(seed)
+        service.require_all(1)
+
+
 def test_a_thin_volume_that_runs_full_stops_writes_and_nothing_else(tmp_path: Path) -> None:
     """The file system believes that it has room, and the device below does not: the writes themselves fail."""
     needs_loop_devices()
@@ -448,6 +493,31 @@ def test_a_drive_mounted_read_only_at_the_start_is_off_and_comes_back_when_it_is
         service.require_all(1)
 
 
+def test_a_drive_that_hangs_in_a_write_is_read_on_and_holds_up_nothing_in_ram(tmp_path: Path) -> None:
+    """What is being written stays in RAM until the drive answers: as much as the drive has room for, of 16 MiB."""
+    needs_loop_devices()
+    with (
+        ext4_on_loop(tmp_path / "image", 32 << 20) as (folder, _),
+        service_on(folder / "drive", folder=tmp_path, arena="16MiB") as service,
+    ):
+        service.put_durably(1)
+        service.restart()
+        with frozen(folder):
+            service.require_service_from_ram(2)
+            service.require_all(1)
+            for seed in range(3, 38):
+                service.require_service_from_ram(seed)
+            assert service.counters["evicted_blocks_total"] > 0
+            assert nvme_of(stats_of(service.sidecar)).writing_bytes > 0
+
+        wait_until(
+            lambda: service.counters["demoted_blocks_total"] >= CHAIN_BLOCKS, "what hung is written", STATE_DEADLINE_S
+        )
+        service.restart()
+        assert damage_in(service.directories[0]) == []
+        service.put_durably(50)
+
+
 # --- sectors that fail -----------------------------------------------------------------------------------------------------
 
 
@@ -463,7 +533,7 @@ def index_elsewhere(directory: Path) -> Iterator[None]:
 
 
 def test_a_bad_sector_loses_one_block_and_its_slot(tmp_path: Path) -> None:
-    """The last block of the chain lies on the last slots in use; behind it the device is bad."""
+    """The last block of the chain lies on the last slot in use; behind its first page the device is bad."""
     needs_loop_devices()
     with (
         ext4_on_loop(tmp_path / "image", 32 << 20) as (folder, device),
@@ -475,17 +545,15 @@ def test_a_bad_sector_loses_one_block_and_its_slot(tmp_path: Path) -> None:
         keys = chain(2)
         entry = service.entry(keys[-1])
         assert entry.start == max(other.start for other in entries_in(service.directories[0]))
-        device.lose_sectors(place_on_device(service.file, entry.start + SLOT_ALIGN_BYTES))
+        with device.without_sectors(place_on_device(service.file, entry.start + SLOT_ALIGN_BYTES)):
+            found = service.engine.get(keys)
 
-        found = service.engine.get(keys)
-
-        assert found == Counter(right=CHAIN_BLOCKS - 1, lost=1)
-        assert service.engine.num_found(keys) == CHAIN_BLOCKS - 1
-        assert service.counters["failed_reads_eio_total"] == 1
-        assert service.quarantined_bytes == BLOCK_NBYTES
-        assert service.states() == ["ready"], "one bad sector is not a bad drive"
-        service.require_all(1)
-        device.heal()
+            assert found == Counter(right=CHAIN_BLOCKS - 1, lost=1)
+            assert service.engine.num_found(keys) == CHAIN_BLOCKS - 1
+            assert service.counters["failed_reads_eio_total"] == 1
+            assert service.quarantined_bytes == BLOCK_NBYTES
+            assert service.states() == ["ready"], "one bad sector is not a bad drive"
+            service.require_all(1)
 
 
 def test_a_device_that_fails_is_given_up_and_tried_again(tmp_path: Path) -> None:
@@ -497,20 +565,18 @@ def test_a_device_that_fails_is_given_up_and_tried_again(tmp_path: Path) -> None
     ):
         service.put_durably(1, 2)
         service.restart()
-        device.lose_sectors(place_on_device(service.file, HEADER_NBYTES))
+        with device.without_sectors(place_on_device(service.file, HEADER_NBYTES)):
+            assert service.engine.get(chain(1)) == Counter(lost=CHAIN_BLOCKS)
 
-        assert service.engine.get(chain(1)) == Counter(lost=CHAIN_BLOCKS)
+            service.wait_for("degraded")
+            assert "reads fail: eio" in service.reason()
+            quarantined = service.quarantined_bytes
+            assert quarantined == service.counters["failed_reads_eio_total"] * BLOCK_NBYTES
+            assert quarantined < CHAIN_BLOCKS * BLOCK_NBYTES, "a dead drive is not to use up its slots"
+            assert service.engine.num_found(chain(2)) == 0, "nobody waits for a drive that does not answer"
+            service.require_service_from_ram(3)
+            wait_until(lambda: "writes fail: eio" in service.reason(), "writes fail too", STATE_DEADLINE_S)
 
-        service.wait_for("degraded")
-        assert "reads fail: eio" in service.reason()
-        quarantined = service.quarantined_bytes
-        assert quarantined == service.counters["failed_reads_eio_total"] * BLOCK_NBYTES
-        assert quarantined < CHAIN_BLOCKS * BLOCK_NBYTES, "a dead drive is not to use up its slots"
-        assert service.engine.num_found(chain(2)) == 0, "nobody waits for a drive that does not answer"
-        service.require_service_from_ram(3)
-        wait_until(lambda: "writes fail: eio" in service.reason(), "writes fail too", STATE_DEADLINE_S)
-
-        device.heal()
         wait_until(lambda: service.engine.get(chain(2))["right"] == CHAIN_BLOCKS, "read again", STATE_DEADLINE_S)
         wait_until(lambda: writes_again(service), "writes go on", STATE_DEADLINE_S)
         service.settle()
@@ -519,7 +585,7 @@ def test_a_device_that_fails_is_given_up_and_tried_again(tmp_path: Path) -> None
 
 
 def test_a_device_that_fails_with_its_index_is_survived(tmp_path: Path) -> None:
-    """Nothing on it can be read or written any more, but what the kernel has in its cache."""
+    """No file on it can be read or written any more, but what the kernel has in its cache."""
     needs_loop_devices()
     with (
         ext4_on_loop(tmp_path / "image", 32 << 20) as (folder, device),
@@ -527,19 +593,16 @@ def test_a_device_that_fails_with_its_index_is_survived(tmp_path: Path) -> None:
     ):
         service.put_durably(1)
         service.restart()
-        device.lose_sectors(SLOT_ALIGN_BYTES)
+        files = service.file, service.directories[0] / "index" / "data.mdb"
+        with device.without_sectors(min(place_on_device(file, 0) for file in files)):
+            assert service.engine.get(chain(1))["right"] == 0
+            for seed in range(2, 12):
+                service.require_service_from_ram(seed)
 
-        assert service.engine.get(chain(1))["right"] == 0
-        for seed in range(2, 12):
-            service.require_service_from_ram(seed)
-
-        service.wait_for("degraded")
-        service.restart()
-        assert service.states() == ["off"]
-        service.require_service_from_ram(1)
-        service.sidecar.kill()
-        device.heal()
-        service.restart()
+            service.wait_for("degraded")
+            service.restart()
+            assert service.states() == ["off"]
+            service.require_service_from_ram(1)
 
 
 def test_a_drive_that_fails_beside_one_that_does_not_costs_its_own_blocks(tmp_path: Path) -> None:
@@ -552,21 +615,20 @@ def test_a_drive_that_fails_beside_one_that_does_not_costs_its_own_blocks(tmp_pa
         service.put_durably(1)
         assert len(entries_in(tmp_path / "well")) == len(entries_in(folder / "sick")) == CHAIN_BLOCKS // 2
         service.restart()
-        device.lose_sectors(place_on_device(folder / "sick" / "blocks.kv", 0))
+        with device.without_sectors(place_on_device(folder / "sick" / "blocks.kv", 0)):
+            found = service.engine.get(chain(1))
+            assert found["lost"] >= CHAIN_BLOCKS // 2
+            assert found["wrong"] == 0
+            service.require_service_from_ram(2)
+            wait_until(lambda: "writes fail" in service.reason(), "noticed", STATE_DEADLINE_S)
+            assert service.states() == ["ready", "degraded"]
+            assert service.ready()["state"] == "degraded"
 
-        found = service.engine.get(chain(1))
-        assert found["lost"] >= CHAIN_BLOCKS // 2
-        assert found["wrong"] == 0
-        service.require_service_from_ram(2)
-        wait_until(lambda: "writes fail" in service.reason(), "noticed", STATE_DEADLINE_S)
-        assert service.states() == ["ready", "degraded"]
-        assert service.ready()["state"] == "degraded"
-
-        service.require_service_from_ram(3)
-        wait_until(lambda: all_in(tmp_path / "well", 3), "written to the drive that is well", STATE_DEADLINE_S)
-        service.restart()
-        assert service.states() == ["ready", "off"]
-        service.require_all(3)
+            service.require_service_from_ram(3)
+            wait_until(lambda: all_in(tmp_path / "well", 3), "written to the drive that is well", STATE_DEADLINE_S)
+            service.restart()
+            assert service.states() == ["ready", "off"]
+            service.require_all(3)
 
 
 def all_in(directory: Path, seed: int) -> bool:

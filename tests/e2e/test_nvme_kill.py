@@ -31,6 +31,8 @@ ROUNDS = int(os.environ.get("KILL_ROUNDS", "50"))
 FIRST_STARTS = max(3, ROUNDS // 16)
 SEED = int(os.environ.get("KILL_SEED", "0")) or random.randrange(1, 1 << 32)
 ROUND_DEADLINE_S = 20.0
+SETTLE_DEADLINE_S = 60.0
+"""Group commits one after the other, on a drive that others keep busy."""
 NUM_CHAINS = 24
 CHAIN_BLOCKS = 24
 
@@ -91,7 +93,7 @@ class KillLoop:
         since_s = time.monotonic()
         self.sidecar.start()
         self._start_s = time.monotonic() - since_s
-        wait_until(self._is_recovered, "recovered")
+        wait_until(self._is_recovered, "recovered", SETTLE_DEADLINE_S)
 
     def judge(self) -> None:
         """Everything that was durable at the last kill is found, nothing else is, and every byte of it is right. In
@@ -136,7 +138,7 @@ class KillLoop:
         self._load_until(self._rng.randint(4, 16))
         for load in self.loads:
             load.stop()
-        wait_until(self._is_settled, "durable")
+        wait_until(self._is_settled, "durable", SETTLE_DEADLINE_S)
         before = self._usable()
         assert len(before) > CHAIN_BLOCKS
         self._load_until(self._rng.randint(2, 20), reads_only=True)
@@ -303,7 +305,7 @@ def test_kill_9_while_it_makes_its_directory_leaves_one_that_it_can_use(tmp_path
             engine = loop.judges[0]
             engine.client.connect()
             assert engine.put(engine.chains[0]) == CHAIN_BLOCKS
-            wait_until(loop._is_settled, "durable")
+            wait_until(loop._is_settled, "durable", SETTLE_DEADLINE_S)
             loop.sidecar.kill()
             loop._look()
             assert len(loop.durable) == CHAIN_BLOCKS
