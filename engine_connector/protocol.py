@@ -33,7 +33,7 @@ Only full blocks are loaded and saved. The last token of a prompt is never loade
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,6 +235,22 @@ class SchedulerSide(Protocol):
 
     def close(self) -> None:
         """Give back every lease and close the connection. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class SessionHints(Protocol):
+    """What an engine may tell beyond single requests. Optional: vLLM has no such verbs, and a scheduler side need not have
+    them (`isinstance(side, SessionHints)`). Same thread and same speed as SchedulerSide; a hint of an unknown session is 0."""
+
+    def expect_session(self, session_id: str) -> int:
+        """A request of this session comes soon (the user types, a tool runs): begin to bring nearer what its last one had
+        when it finished. How many blocks of it the store has."""
+        ...
+
+    def end_session(self, session_id: str) -> int:
+        """No request of this session comes any more: forget it, let go of its pins, and give up its blocks before any other,
+        except those that other prefixes share. How many blocks of it the store has."""
         ...
 
 

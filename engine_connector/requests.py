@@ -16,6 +16,8 @@ R4 A request whose load failed in any block is not matched again.
 R5 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
 R6 Blocks on a slower tier are prefetched for a request that waits, once: when it is asked about a second time without having
    got pages since the first. Asked about once it may load in the same step, and then Acquire brings them.
+R7 A prompt that is to be pinned is pinned when all its full blocks are committed or held for others; again at the next
+   occasion if the store had not all of them yet; for the last time, as far as the store has it, when it is forgotten.
 """
 
 import enum
@@ -51,10 +53,20 @@ class PendingSave:
     keys: tuple[bytes, ...]  # the granted ones, as the job's moves
 
 
+@dataclass(frozen=True, slots=True)
+class PinWish:
+    """The prompt's full blocks, and for how long they are to be kept."""
+
+    keys: tuple[bytes, ...]
+    pin_s: float
+
+
 @dataclass(slots=True)
 class RequestState:
-    """One live request. `boot_id` names the sidecar that `num_saved_blocks` and `prefetch` are true for."""
+    """One live request. `boot_id` names the sidecar that `num_saved_blocks`, `prefetch` and `pinned` are true for."""
 
+    pin: PinWish | None = None
+    pinned: bool = False  # all of it
     matched_from_block: int = 0  # blocks on the engine when match was last asked
     load: PendingLoad | None = None
     load_failed: bool = False
@@ -76,3 +88,4 @@ class RequestState:
             self.boot_id = boot_id
             self.num_saved_blocks = self.num_offered_blocks = 0
             self.prefetch = Prefetch.NOT_DUE
+            self.pinned = False

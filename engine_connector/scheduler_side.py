@@ -1,4 +1,4 @@
-"""The scheduler side: match, lease, reserve, commit. Runs between an engine's steps; never waits longer than one call's
+"""The scheduler side: match, lease, reserve, commit, pin. Runs between an engine's steps; never waits longer than one call's
 deadline, and that only once before the session's breaker opens.
 
 Everything it knows of the store it asked in this boot of the sidecar: when the boot id changes, what was saved counts as
@@ -23,7 +23,8 @@ from kvstore.engine_connector.protocol import (
     ScheduledRequest,
     WorkerOutput,
 )
-from kvstore.engine_connector.requests import PendingLoad, PendingSave, Prefetch, RequestState
+from kvstore.engine_connector.recent_sessions import RecentSessions
+from kvstore.engine_connector.requests import PendingLoad, PendingSave, PinWish, Prefetch, RequestState
 from kvstore.engine_connector.session import Link, StoreSession
 from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED
 
@@ -47,6 +48,7 @@ class StoreSchedulerSide:
         self._clock = clock
         self._load_deadline_s = load_deadline_s
         self._requests: dict[str, RequestState] = {}
+        self._sessions = RecentSessions()
         self._new_loads: list[LoadJob] = []
         self._saves: dict[int, PendingSave] = {}
         self._job_ids = itertools.count(1)
@@ -61,7 +63,7 @@ class StoreSchedulerSide:
         first = num_computed_tokens // self._block_tokens
         keys = self._loadable_keys(request)
         state.matched_from_block = first
-        if link is None or state.load_failed or len(keys) <= first:
+        if link is None or state.load_failed or request.cache.no_read or len(keys) <= first:
             return 0
         state.follow_boot(link.boot_id)
         match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys))
@@ -123,9 +125,23 @@ class StoreSchedulerSide:
         if state is None:
             return False
         state.finished = True
+        self._sessions.remember(request)
         self._cancel_unsent_load(request.request_id, state)
         self._forget_when_done(request.request_id, state)
         return state.pending
+
+    def expect_session(self, session_id: str) -> int:
+        """See protocol.SessionHints. One Prefetch."""
+        keys = self._sessions.keys(session_id)
+        link = self._session.link if keys else None
+        answer = self._session.ask(link, lambda client, link: client.prefetch(link.namespace, keys))
+        return 0 if answer is None else answer.num_blocks
+
+    def end_session(self, session_id: str) -> int:
+        """See protocol.SessionHints. One Pin."""
+        keys = self._sessions.forget(session_id)
+        link = self._session.link if keys else None
+        return self._session.ask(link, lambda client, link: client.cool(link.namespace, keys)) or 0
 
     def has_pending(self, request_id: str) -> bool:
         """See protocol.SchedulerSide."""
@@ -154,6 +170,8 @@ class StoreSchedulerSide:
         """
         request, state = item.request, self._state(item.request)
         assert state.load is None, "R1: nothing is saved from a request that is loading"
+        if request.cache.no_store:
+            return None
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
         num_full = min(num_filled, len(request.block_hashes))
         link, wire_id = self._session.link, str(next(self._wire_ids))
@@ -166,8 +184,9 @@ class StoreSchedulerSide:
         keys = list(request.block_hashes[first:num_full])
         parent = request.block_hashes[first - 1] if first else b""
         state.num_offered_blocks = num_full
+        keep_s = request.cache.ttl_s
         grant = self._session.ask(
-            link, lambda client, link: client.reserve(wire_id, link.namespace, keys, parent=parent)
+            link, lambda client, link: client.reserve(wire_id, link.namespace, keys, parent=parent, keep_s=keep_s)
         )
         if grant is None:
             return None
@@ -175,6 +194,7 @@ class StoreSchedulerSide:
         # An orphan's parents are gone (evicted, or their writer died): next time all blocks are offered again.
         state.num_saved_blocks = 0 if grant.declined_reason == "orphan" else first + num_held
         if grant.lease_id == 0:
+            self._pin_when_held(state)
             return None
         granted = [i for i in range(num_held) if grant.statuses[i] == KeyStatus.GRANTED]
         moves = tuple(
@@ -194,6 +214,7 @@ class StoreSchedulerSide:
         state.save_job_ids.discard(job_id)
         if self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok]) < len(save.keys):
             state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+        self._pin_when_held(state)
         self._forget_when_done(save.request_id, state)
 
     def _commit(self, save: PendingSave, written: list[bytes]) -> int:
@@ -205,6 +226,22 @@ class StoreSchedulerSide:
         if num_ready is None or len(written) < len(save.keys):
             self._session.ask(link, lambda client, _: client.abort(save.lease_id))
         return num_ready or 0
+
+    def _pin_when_held(self, state: RequestState) -> None:
+        """R7. Its own saves that are under way hold nothing yet; those behind the prompt do not matter."""
+        if state.pin is None or state.num_saved_blocks < len(state.pin.keys):
+            return
+        if all(self._saves[job_id].first_block >= len(state.pin.keys) for job_id in state.save_job_ids):
+            self._pin(state)
+
+    def _pin(self, state: RequestState) -> None:
+        link, pin = self._session.link, state.pin
+        if pin is None or link is None:
+            return
+        state.follow_boot(link.boot_id)
+        if not state.pinned:
+            num_pinned = self._session.ask(link, lambda client, link: client.pin(link.namespace, pin.keys, pin.pin_s))
+            state.pinned = num_pinned == len(pin.keys)
 
     # --- loading -------------------------------------------------------------------------------------------------------
 
@@ -256,10 +293,17 @@ class StoreSchedulerSide:
             self._session.ask(link, lambda client, _: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=True))
 
     def _state(self, request: Request) -> RequestState:
-        return self._requests.setdefault(request.request_id, RequestState())
+        state = self._requests.get(request.request_id)
+        if state is None:
+            keys = tuple(request.block_hashes[: request.num_prompt_tokens // self._block_tokens])
+            pin_s = request.cache.pin_s
+            state = RequestState(PinWish(keys, pin_s) if pin_s and keys else None)
+            self._requests[request.request_id] = state
+        return state
 
     def _forget_when_done(self, request_id: str, state: RequestState) -> None:
         if state.finished and not state.pending:
+            self._pin(state)
             del self._requests[request_id]
 
 

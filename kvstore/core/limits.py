@@ -134,3 +134,6 @@ LOAD_DEADLINE_S = 10.0
 
 ARRIVAL_POLL_S = (0.0002, 0.002)
 """First and longest pause between two looks at the generation of a slot whose block is still being read."""
+
+MAX_RECENT_SESSIONS = 1024
+"""Sessions whose last blocks a connector remembers, 16 bytes for each 16 tokens. The one that spoke first is forgotten."""

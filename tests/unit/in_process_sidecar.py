@@ -16,7 +16,7 @@ from kvstore.client import Acquired, Reserved
 from kvstore.core.blocks import Extent, Holder
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import PeerUnavailable
-from kvstore.core.keys import KVSpec
+from kvstore.core.keys import KVSpec, unpack_keys
 from kvstore.core.plans import Match, NamespaceInfo
 from kvstore.store import Store
 from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
@@ -104,9 +104,11 @@ class InProcessClient:
 
         return self._call("acquire", run)
 
-    def reserve(self, request_id: str, namespace: bytes, keys: list[bytes], *, parent: bytes = b"") -> Reserved:
+    def reserve(
+        self, request_id: str, namespace: bytes, keys: list[bytes], *, parent: bytes = b"", keep_s: float = 0.0
+    ) -> Reserved:
         def run(store: Store, now_s: float) -> Reserved:
-            grant = store.reserve(self._held_by(), request_id, namespace, parent, keys, 0.0, now_s)
+            grant = store.reserve(self._held_by(), request_id, namespace, parent, keys, 0.0, now_s, keep_s=keep_s)
             return Reserved(
                 grant.lease_id,
                 grant.expires_s - now_s,
@@ -131,6 +133,13 @@ class InProcessClient:
             return store.renew(self._held_by(), lease_ids, ttl_s, now_s, others_ended=others_ended)
 
         return self._call("renew", run)
+
+    def pin(self, namespace: bytes, keys: Sequence[bytes], pin_s: float) -> int:
+        return self._call("pin", lambda store, now_s: store.pin(namespace, keys, pin_s, now_s))
+
+    def cool(self, namespace: bytes, keys: bytes) -> int:
+        unpacked = unpack_keys(keys, self.spec.hash.digest_nbytes)
+        return self._call("cool", lambda store, now_s: store.cool(namespace, unpacked, now_s))
 
     def close(self) -> None:
         self._lose()
