@@ -6,9 +6,14 @@
 Both write the rows' K and V to the 16-bit pages first and then read everything, their own rows included, back from the
 pages: a token's result is the same whether its context was computed in this chunk, in an earlier one, or loaded.
 
-A gather copies pages `[blocks, H, T, P, D]` of a layer into fp32 `[H, tokens, P, D]`. Its size depends only on the
-sequence's own length, never on its neighbours: neither the sum's order nor the time of a short sequence changes when a
-long one joins the batch.
+A gather copies a layer's part of pages into fp32 `[H, tokens, P, D]`, in two passes over plain rows of memory:
+
+    pages    | page 0: layer 0 head 0, head 1, .. | layer 1 head 0, .. |  ..  | page 1: ..       a row: T x P x D numbers of
+    rows     [num_pages * L * H, T * P * D]                                                     one head of one layer of a page
+    index    for each sequence, head, block: the row           ->  16 bit  [sequences, H, blocks, T, P, D]  ->  fp32
+
+Its size depends only on the sequence's own length, never on its neighbours: neither the sum's order nor the time of a short
+sequence changes when a long one joins the batch.
 """
 
 from collections.abc import Sequence
@@ -16,8 +21,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
-GATHER_TOKENS = 512
-"""Decode gathers are padded to multiples of this: at most 512 wasted tokens a sequence, at most 16 groups in a step."""
+GATHER_TOKENS = 256
+"""Decode gathers are padded to multiples of this: at most 256 wasted tokens a sequence, a group of its own for each multiple."""
 
 
 class PrefillChunk:
@@ -32,14 +37,14 @@ class PrefillChunk:
         self._slots = (self._table[positions // block_tokens], positions % block_tokens)
         visible = torch.arange(end) <= positions[:, None]
         self._mask = torch.zeros(end - start, end).masked_fill_(~visible, -torch.inf)
-        self._kv = _gather_buffer(pages, 1, len(self._table))
+        self._gather = _Gather(pages, self._table[None])
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See model.Attention."""
         rows, heads, dim = q.shape
         n, kv_heads = self._num_tokens, k.shape[1]
         _write(self._pages, layer, self._slots, k[:n], v[:n])
-        keys, values = _gather(self._pages, layer, self._table, self._kv)
+        keys, values = self._gather(layer)
         # Query heads that share a KV head lie side by side: [H, group, n, D] against an expanded [H, group, context, D].
         grouped = q[:n].view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         keys, values = (x[0, :, None, : self._context].expand(-1, heads // kv_heads, -1, -1) for x in (keys, values))
@@ -67,9 +72,11 @@ class DecodeBatch:
         """See model.Attention."""
         n = self._slots[0].shape[0]
         _write(self._pages, layer, self._slots, k[:n], v[:n])
+        if len(self._groups) == 1:
+            return _padded(self._groups[0].attend(layer, q[:n], k.shape[1]), q.shape[0])
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
         for group in self._groups:
-            out[group.rows] = group.attend(layer, q, k.shape[1])
+            out[group.rows] = group.attend(layer, q[group.rows], k.shape[1])
         return out
 
 
@@ -85,22 +92,43 @@ class _DecodeGroup:
         size: int,
     ) -> None:
         num_blocks = -(-size * GATHER_TOKENS // pages.shape[3])
-        self._pages = pages
         self.rows = torch.tensor(rows)
         # Padding repeats the sequence's first page: finite numbers that the mask hides.
         padded = [[*table[:num_blocks], *[table[0]] * (num_blocks - len(table))] for table in block_tables]
-        self._tables = torch.tensor(padded).view(-1)
         visible = torch.arange(num_blocks * pages.shape[3]) <= torch.tensor(positions)[:, None]
         self._mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None, None]
-        self._kv = _gather_buffer(pages, len(rows), num_blocks)
+        self._gather = _Gather(pages, torch.tensor(padded))
 
     def attend(self, layer: int, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """`[len(rows), num_heads * head_dim]`; the query heads of a KV head are the rows of one small product."""
+        """`[len(rows), num_heads * head_dim]` of q `[len(rows), num_heads, head_dim]`; the query heads of a KV head are the
+        rows of one small product."""
         _, heads, dim = q.shape
-        keys, values = _gather(self._pages, layer, self._tables, self._kv)
-        grouped = q[self.rows].view(-1, kv_heads, heads // kv_heads, dim)
+        keys, values = self._gather(layer)
+        grouped = q.reshape(-1, kv_heads, heads // kv_heads, dim)
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask)
         return attended.reshape(-1, heads * dim)
+
+
+class _Gather:
+    """Brings a layer's K and V of some sequences together. The buffers are filled anew for each layer: fresh memory for
+    each would page-fault."""
+
+    def __init__(self, pages: torch.Tensor, tables: torch.Tensor) -> None:
+        """`tables [sequences, blocks]` are page numbers."""
+        num_pages, layers, self._heads, block_tokens, planes, dim = pages.shape
+        sequences, num_blocks = tables.shape
+        self._rows = pages.view(num_pages * layers * self._heads, block_tokens * planes * dim)
+        first = tables[:, None, :] * (layers * self._heads) + torch.arange(self._heads)[:, None]
+        self._index = first.view(-1)  # of layer 0, in order of sequence, head, block
+        self._packed = torch.empty(len(self._index), self._rows.shape[1], dtype=pages.dtype)
+        self._wide = torch.empty(self._packed.shape)
+        self._shape = (sequences, self._heads, num_blocks * block_tokens, planes, dim)
+
+    def __call__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 views `[sequences, H, tokens, D]` of K and of V, good until the next call."""
+        torch.index_select(self._rows, 0, self._index + layer * self._heads, out=self._packed)
+        kv = self._wide.copy_(self._packed).view(self._shape)
+        return kv[..., 0, :], kv[..., 1, :]
 
 
 def _write(
@@ -109,23 +137,6 @@ def _write(
     """Store k and v `[n, H, D]` at (page, token in page), rounded to the pages' type."""
     block_ids, tokens = slots
     pages[:, layer][block_ids, :, tokens] = torch.stack([k, v], dim=2).to(pages.dtype)
-
-
-def _gather_buffer(pages: torch.Tensor, num_sequences: int, num_blocks: int) -> torch.Tensor:
-    """fp32 `[sequences, H, blocks, T, P, D]`, filled anew for each layer: fresh memory for each would page-fault."""
-    _, _, heads, block_tokens, planes, dim = pages.shape
-    return torch.empty(num_sequences, heads, num_blocks, block_tokens, planes, dim)
-
-
-def _gather(
-    pages: torch.Tensor, layer: int, tables: torch.Tensor, out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V views `[sequences, H, tokens, D]` of `out`, filled from the pages of flat `tables [sequences * blocks]`."""
-    sequences, heads, num_blocks, block_tokens, planes, dim = out.shape
-    blocks = pages[:, layer].index_select(0, tables)
-    out.copy_(blocks.view(sequences, num_blocks, heads, block_tokens, planes, dim).transpose(1, 2))
-    kv = out.view(sequences, heads, num_blocks * block_tokens, planes, dim)
-    return kv[..., 0, :], kv[..., 1, :]
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

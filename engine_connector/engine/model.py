@@ -3,9 +3,7 @@
 Qwen2 adds a bias to Q, K and V; Qwen3 norms each head of Q and K before the rotation. Both are switches of ModelConfig.
 
 It keeps no state of a request: K and V go through `attention`, which writes them to pages and reads them back. A row's
-result must depend neither on who else is in the batch nor on how many rows there are: matrix products are padded to
-multiples of MIN_ROWS rows (below it the CPU's library sums in another order: 5e-5 in fp32; from it on, rows come out bit-equal
-whatever the height, on the machines we measured).
+result must depend neither on who else is in the batch nor on how many rows there are (product.py).
 """
 
 from dataclasses import dataclass
@@ -14,10 +12,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
+from kvstore.engine_connector.engine.product import MIN_ROWS, PACKED_LIMIT_BYTES, Product, pad_rows
 from kvstore.engine_connector.engine.rope import Rope
-
-MIN_ROWS = 16
-"""Heights of matrix products are multiples of this; a decode step of up to 16 sequences always has this height."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +63,15 @@ class Weights:
     norm: torch.Tensor  # [hidden]
     lm_head: torch.Tensor  # [vocab, hidden]
 
+    @property
+    def product_nbytes(self) -> int:
+        """Bytes of all matrices that rows are multiplied with."""
+        matrices = [
+            self.lm_head,
+            *(m for layer in self.layers for m in (layer.qkv, layer.attn_out, layer.gate_up, layer.down)),
+        ]
+        return sum(matrix.nbytes for matrix in matrices)
+
 
 class Attention(Protocol):
     """What a layer calls: put K and V of these rows into the pages, attend over all that the pages hold (attention.py)."""
@@ -84,46 +89,65 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self._weights = weights
-        self._cos, self._sin = config.rope.tables(config.head_dim, config.context_length)
+        self._embedding = weights.embedding
+        pack = weights.product_nbytes <= PACKED_LIMIT_BYTES
+        self._layers = tuple(_Layer(config, layer, pack=pack) for layer in weights.layers)
+        self._norm = weights.norm
+        self._lm_head = Product(weights.lm_head, pack=pack)
+        cos, sin = config.rope.tables(config.head_dim, config.context_length)
+        self._cos, self._sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Final hidden states `[rows, hidden]`, not yet normed, of `token_ids [rows]` at `positions [rows]`."""
         assert token_ids.shape[0] % MIN_ROWS == 0
-        eps, width = self.config.rms_eps, (self.config.hidden_size,)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
-        x = self._weights.embedding[token_ids]
-        for index, layer in enumerate(self._weights.layers):
-            q, k, v = self._project(layer, F.rms_norm(x, width, layer.attn_norm, eps), cos, sin)
-            x = x + F.linear(attention(index, q, k, v), layer.attn_out)
-            gate, up = F.linear(F.rms_norm(x, width, layer.ffn_norm, eps), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+        x = self._embedding[token_ids]
+        for index, layer in enumerate(self._layers):
+            q, k, v = layer.project(x, cos, sin)
+            x = x + layer.attn_out(attention(index, q, k, v))
+            x = x + layer.feed_forward(x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, vocab]` of `hidden [rows, hidden]`: give it only the rows that need logits; it pads them itself."""
-        normed = F.rms_norm(hidden, (self.config.hidden_size,), self._weights.norm, self.config.rms_eps)
-        return F.linear(pad_rows(normed), self._weights.lm_head)[: hidden.shape[0]]
+        normed = F.rms_norm(hidden, (self.config.hidden_size,), self._norm, self.config.rms_eps)
+        return self._lm_head(pad_rows(normed))[: hidden.shape[0]]
 
-    def _project(
-        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+
+class _Layer:
+    """One layer's steps; adding them up and attention are the model's."""
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights, *, pack: bool) -> None:
+        self._config = config
+        self._weights = weights
+        self._qkv = Product(weights.qkv, weights.qkv_bias, pack=pack)
+        self.attn_out = Product(weights.attn_out, pack=pack)
+        self._gate_up = Product(weights.gate_up, pack=pack)
+        self._down = Product(weights.down, pack=pack)
+
+    def project(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        """Q, K (both rotated) and V `[rows, heads, head_dim]`."""
+        config = self._config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = self._qkv(self._normed(x, self._weights.attn_norm)).view(x.shape[0], heads + 2 * kv_heads, dim)
         qk = qkv[:, : heads + kv_heads]
-        if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (self.config.head_dim,), eps=self.config.rms_eps) * layer.qk_norm
+        if self._weights.qk_norm is not None:
+            qk = F.rms_norm(qk, (dim,), eps=config.rms_eps) * self._weights.qk_norm
         rotated = _rotate(qk, cos, sin)
         return rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :]
 
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """SwiGLU of the normed rows."""
+        gate, up = self._gate_up(self._normed(x, self._weights.ffn_norm)).chunk(2, dim=-1)
+        return self._down(F.silu(gate) * up)
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x [rows, ...]` with zero rows appended up to a multiple of MIN_ROWS."""
-    missing = -x.shape[0] % MIN_ROWS
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+    def _normed(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (self._config.hidden_size,), scale, self._config.rms_eps)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate dim i with dim i + head_dim / 2 (half-split order, as in the Hugging Face checkpoints)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    """Rotate dim i with dim i + head_dim / 2 (half-split order, as in the Hugging Face checkpoints); the first half of `sin`
+    is negated."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)

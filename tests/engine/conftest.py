@@ -1,5 +1,6 @@
 """One tiny model for the session, and engines on it that are checked and closed."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tiny_llama import TinyModel, random_tensors, write_gguf
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.models import find_model
 
+sys.path.append(str(Path(__file__).parent.parent.parent))  # for benchmarks/, which is not installed
 torch.set_num_threads(1)
 
 

@@ -21,6 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from benchmarks.reference_model import gguf_name
+
 _CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -88,24 +90,6 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 def write_gguf_twin(path: Path, hf: HFModel, **rope: object) -> Path:
     """The same model as llama.cpp's converter lays it out. `rope` adds settings, dots written as `__`."""
     config = hf.model.config
@@ -147,20 +131,6 @@ def write_gguf_twin(path: Path, hf: HFModel, **rope: object) -> Path:
     return path
 
 
-def gguf_name(name: str) -> str:
-    """model.layers.3.self_attn.q_proj.weight -> blk.3.attn_q.weight"""
-    part, _, kind = name.rpartition(".")
-    if part in _GGUF_NAMES:
-        return f"{_GGUF_NAMES[part]}.{kind}"
-    _, _, layer, role = part.split(".", 3)
-    return f"blk.{layer}.{_GGUF_NAMES[role]}.{kind}"
-
-
 def to_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """llama.cpp's order of a Llama's Q and K rows: those that turn together are neighbours."""
     return rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def from_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undoes to_pairs."""
-    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -5,7 +5,8 @@ import torch
 
 from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
-from kvstore.engine_connector.engine.model import Transformer, pad_rows
+from kvstore.engine_connector.engine.model import Transformer
+from kvstore.engine_connector.engine.product import pad_rows
 from kvstore.kernels.paged import allocate_pages
 
 BLOCK = 4

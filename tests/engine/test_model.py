@@ -11,7 +11,8 @@ from tiny_llama import DIM, dense_logits, random_prompt, random_tensors, write_g
 from kvstore.engine_connector.engine import attention
 from kvstore.engine_connector.engine.attention import PrefillChunk
 from kvstore.engine_connector.engine.loader import load_model
-from kvstore.engine_connector.engine.model import Transformer, pad_rows
+from kvstore.engine_connector.engine.model import Transformer
+from kvstore.engine_connector.engine.product import pad_rows
 
 
 @pytest.fixture(scope="module")
