@@ -7,7 +7,7 @@ import click
 
 from benchmarks.harness import as_markdown, machine_card, show
 
-NAMES = ("hashing", "rpc", "blocks", "nvme", "overhead", "index_memory")
+NAMES = ("hashing", "rpc", "blocks", "nvme", "nvme_restart", "overhead", "index_memory", "engine_speed")
 
 _HEAD = """# Results
 

@@ -1,13 +1,15 @@
 """How long until the blocks on a drive are known again after a restart?
 
 Two drives are made: 10,000 blocks in slots of 2 MiB (the data file is sparse: recovery reads no byte of a block), and a
-million entries of the smallest blocks. Each restart is what the sidecar does: look at the index's pages, open, scan, drop
-what is not usable, put parents before children. The limit beside it: reading the index file once, from the page cache.
+million entries of the smallest blocks. A restart is a real `kvstore serve`, from its start until it says that the drive is
+ready; beside it the tier's part alone (look at the index's pages, open, scan, drop what is not usable, put parents before
+children), and the limit: reading the index file once, from the page cache.
 """
 
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,18 +18,23 @@ import click
 import numpy as np
 
 from benchmarks.harness import Report, Row, Samples, at_most, interleave, machine_card, show
+from benchmarks.sidecar import running_sidecar
+from kvstore.client import Client
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import SEGMENT_BYTES
 from kvstore.core.moves import BlockRecord
+from kvstore.proto.kvstore_pb2 import TOOL
 from kvstore.tiers.nvme.directory import DriveDirectory
 from kvstore.tiers.nvme.file import DirectFile
 from kvstore.tiers.nvme.records import encode_namespace
 from kvstore.tiers.nvme.tier import NvmeTier
 
 QUESTION = "Restart: until a drive's blocks are known again"
-GOAL_S = 2.0
+GOAL_S = 5.0
 SEED = 1
 SEQUENCE_BLOCKS = 64
+DEADLINE_S = 60.0
+POLL_S = 0.02
 _COMMIT_ENTRIES = 20_000
 
 
@@ -54,7 +61,7 @@ def shapes(num_large: int, num_small: int) -> tuple[Shape, ...]:
     return Shape("2 MiB blocks", large, num_large), Shape("4 KiB blocks", small, num_small)
 
 
-def run(*, num_large: int = 10_000, num_small: int = 1_000_000, rounds: int = 7, folder: Path | None = None) -> Report:
+def run(*, num_large: int = 10_000, num_small: int = 1_000_000, rounds: int = 5, folder: Path | None = None) -> Report:
     root = Path(tempfile.mkdtemp(prefix="kvstore-restart-", dir=folder))
     try:
         rows: list[Row] = []
@@ -64,35 +71,36 @@ def run(*, num_large: int = 10_000, num_small: int = 1_000_000, rounds: int = 7,
             make_drive(path, shape)
             samples = interleave(
                 {
-                    "restart": lambda path=path, shape=shape: restart(path, shape),
+                    "serve": lambda path=path, shape=shape: serve(path, shape),
+                    "tier": lambda path=path, shape=shape: recover(path, shape),
                     "read": lambda path=path: read_index(path),
                 },
                 rounds=rounds,
             )
-            rows.append(_row(shape, path, samples["restart"], samples["read"]))
+            rows += [_row(shape, path, case, samples[case]) for case in samples]
             goals.append(
-                at_most(f"restart with {shape.num_blocks:,} {shape.name}, s", samples["restart"].median_s, GOAL_S)
+                at_most(f"restart with {shape.num_blocks:,} {shape.name}, s", samples["serve"].median_s, GOAL_S)
             )
         return Report(
             question=QUESTION,
             command="python -m benchmarks.nvme_restart",
             rows=rows,
             goals=goals,
-            remarks=["the tier's part: until its answer; taking the blocks into the store's index comes on top"],
+            remarks=["Hello is answered long before: the drive's blocks are restored behind it"],
         )
     finally:
         shutil.rmtree(root)
 
 
-def _row(shape: Shape, path: Path, restarted: Samples, read: Samples) -> Row:
+def _row(shape: Shape, path: Path, case: str, samples: Samples) -> Row:
     return {
-        "drive": shape.name,
-        "entries": shape.num_blocks,
+        "drive": f"{shape.num_blocks:,} {shape.name}",
         "index_mib": round((path / "index" / "data.mdb").stat().st_size / 2**20, 1),
-        "restart_s": round(restarted.median_s, 3),
-        "worst_s": round(restarted.p99_s, 3),
-        "read_index_s": round(read.median_s, 3),
-        "us_per_entry": round(restarted.median_s / shape.num_blocks * 1e6, 2),
+        "case": {"serve": "kvstore serve", "tier": "its tier", "read": "one read of the index"}[case],
+        "n": len(samples),
+        "p50_ms": round(samples.median_s * 1e3, 1),
+        "p99_ms": round(samples.p99_s * 1e3, 1),
+        "us_per_entry": round(samples.median_s / shape.num_blocks * 1e6, 2),
     }
 
 
@@ -127,7 +135,21 @@ def _groups(shape: Shape) -> Iterator[Sequence[BlockRecord]]:
         ]
 
 
-def restart(path: Path, shape: Shape) -> None:
+def serve(path: Path, shape: Shape) -> None:
+    """From the process's start until all blocks can be found."""
+    options = ("--nvme", str(path), "--nvme-bytes", str(drive_nbytes(shape)), "--no-grpc")
+    with (
+        running_sidecar(SEGMENT_BYTES, *options) as socket,
+        Client(str(socket), role=TOOL, call_deadline_s=DEADLINE_S) as client,
+    ):
+        until_s = time.monotonic() + DEADLINE_S
+        while (tier := client.stats().tiers[1]).drives[0].state != "ready":
+            assert time.monotonic() < until_s, tier
+            time.sleep(POLL_S)
+        assert tier.ready_blocks == shape.num_blocks
+
+
+def recover(path: Path, shape: Shape) -> None:
     tier = NvmeTier(
         [path],
         drive_nbytes(shape),
@@ -155,7 +177,7 @@ def read_index(path: Path) -> None:
 @click.command()
 @click.option("--large", default=10_000, show_default=True, help="Blocks of 2 MiB.")
 @click.option("--small", default=1_000_000, show_default=True, help="Blocks of 4 KiB.")
-@click.option("--rounds", default=7, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
 @click.option(
     "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where to make the drives."
 )

@@ -16,11 +16,11 @@ _POLL_S = 0.05
 
 
 @contextlib.contextmanager
-def running_sidecar(arena_nbytes: int) -> Iterator[Path]:
+def running_sidecar(arena_nbytes: int, *options: str) -> Iterator[Path]:
     """The path of its socket; its whole arena has been faulted in by then."""
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", ignore_cleanup_errors=True) as folder:
         socket = Path(folder) / "kvstore.sock"
-        sidecar = Sidecar(Path(folder), socket, str(arena_nbytes), Path(folder) / "sidecar.log")
+        sidecar = Sidecar(Path(folder), socket, str(arena_nbytes), Path(folder) / "sidecar.log", *options)
         sidecar.start()
         try:
             _wait_until_faulted(sidecar, socket, arena_nbytes)
@@ -45,6 +45,6 @@ def _capacity_bytes(client: Client) -> int:
     try:
         if not client.connected:
             client.connect()
-        return sum(tier.capacity_bytes for tier in client.stats().tiers)
+        return client.stats().tiers[0].capacity_bytes
     except PeerUnavailable:
         return 0

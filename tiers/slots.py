@@ -195,8 +195,9 @@ class SegmentedSlots:
         offsets = np.sort(offsets)
         assert (np.diff(offsets) > 0).all()
         self._reserved_bytes += len(offsets) * size_class.slot_nbytes
-        numbers, starts = np.unique(offsets // self._segment_bytes, return_index=True)
-        for number, used in zip(numbers.tolist(), np.split(offsets, starts[1:]), strict=True):
+        numbers = offsets // self._segment_bytes
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for number, used in zip(numbers[starts].tolist(), np.split(offsets, starts[1:]), strict=True):
             assert self._segments[number] is None, f"segment {number} has slots of two sizes"
             segment = _Segment(size_class.slot_nbytes, size_class.slots_per_segment)
             segment.mark(used % self._segment_bytes // size_class.slot_nbytes)

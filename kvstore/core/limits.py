@@ -90,7 +90,7 @@ DRIVE_THREADS = 8
 """I/Os in flight on a drive; at most half of them writes, so that a read waits for a part of one write at most."""
 
 MAX_WRITES_IN_FLIGHT_BYTES = 64 << 20
-"""Demotions ordered and not done, per drive. More wait in the backlog, where they pin nothing."""
+"""Demotions ordered and not done, over all drives. More wait in the backlog, where they pin nothing."""
 
 MAX_WRITE_BACKLOG_BLOCKS = 65536
 """Blocks that wait to be written. Beyond it the oldest are passed over and counted; they may earn their write again."""
@@ -134,6 +134,9 @@ LOAD_DEADLINE_S = 10.0
 
 ARRIVAL_POLL_S = (0.0002, 0.002)
 """First and longest pause between two looks at the generation of a slot whose block is still being read."""
+
+TAIL_KEEP_S = 60.0
+"""Life of a prompt's tail that a prefill instance left for a decode instance. Who comes later computes those tokens."""
 
 MAX_RECENT_SESSIONS = 1024
 """Sessions whose last blocks a connector remembers, 16 bytes for each 16 tokens. The one that spoke first is forgotten."""

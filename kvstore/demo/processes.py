@@ -79,9 +79,8 @@ class Sidecar(Process):
     """`kvstore serve` behind a guard that ends it when we are killed, and then removes `run_dir`. `nvme` is a directory that
     outlives it."""
 
-    def __init__(self, run_dir: Path, socket: Path, arena: str, nvme: Path, log: Path) -> None:
-        serve = [sys.executable, "-m", "kvstore.cli.main", "serve", "--no-grpc", "--socket", str(socket)]
-        serve += ["--arena", arena, "--nvme", str(nvme), "--nvme-bytes", arena]
+    def __init__(self, run_dir: Path, socket: Path, arena: str, log: Path, *options: str) -> None:
+        serve = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(socket), "--arena", arena, *options]
         super().__init__("sidecar", [sys.executable, "-m", "kvstore.demo.guard", str(run_dir), *serve], log)
 
     def kill(self) -> None:

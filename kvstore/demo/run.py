@@ -130,7 +130,9 @@ class _Run:
 
     def _make_sidecar(self, log_name: str) -> Sidecar:
         log = self._logs / f"{log_name}.log"
-        return Sidecar(self._run_dir, self._socket, self._options.arena, self._run_dir / "nvme", log)
+        arena = self._options.arena
+        drive = ("--nvme", str(self._run_dir / "nvme"), "--nvme-bytes", arena)
+        return Sidecar(self._run_dir, self._socket, arena, log, "--no-grpc", *drive)
 
     def _restart_killed_sidecar(self) -> None:
         self._sidecar.kill()

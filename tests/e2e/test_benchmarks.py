@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import all as all_benchmarks  # noqa: E402 (benchmarks is not installed)
-from benchmarks import blocks, hashing, index_memory, nvme, overhead, rpc  # noqa: E402
+from benchmarks import blocks, hashing, index_memory, nvme, nvme_restart, overhead, rpc  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Report,
     Samples,
@@ -28,6 +28,7 @@ TINY = {
     "rpc": (rpc.main, ["--keys", "8", "--rounds", "3"], 7),
     "blocks": (blocks.main, ["--pool-mib", "64", "--batch", "4", "--rounds", "2"], 3),
     "nvme": (nvme.main, ["--pool-mib", "16", "--run-mib", "4", "--rounds", "2"], 22),
+    "nvme_restart": (nvme_restart.main, ["--large", "32", "--small", "5000", "--rounds", "2"], 6),
 }
 
 
@@ -80,7 +81,7 @@ def test_the_table_is_for_people() -> None:
 
 
 def test_every_benchmark_is_in_the_list() -> None:
-    shared = {"__init__", "all", "harness", "sidecar", "echo"}
+    shared = {"__init__", "all", "harness", "sidecar", "echo", "reference_model"}
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - shared
 
     assert files == set(all_benchmarks.NAMES)

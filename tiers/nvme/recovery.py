@@ -13,6 +13,9 @@ from kvstore.tiers.nvme.records import Namespace, Quarantined, Rows, encode_quar
 from kvstore.tiers.nvme.tables import BLOCK_TABLES, Erase, Scan
 
 
+_LISTED_AT_ONCE = 16384
+
+
 class RecoveredBlocks(NamedTuple):
     """Blocks of one namespace as columns of equal length, parents before their children."""
 
@@ -182,8 +185,8 @@ def _blocks_of(spec: Namespace, parts: list[_Part], erase: dict[int, list[Erase]
         tenant=spec.tenant,
         canonical=spec.canonical,
         nbytes=spec.nbytes,
-        keys=rows["key"].tolist(),
-        parents=[b""] * num_roots + rows["parent"][num_roots:].tolist(),
+        keys=_listed(rows["key"]),
+        parents=[b""] * num_roots + _listed(rows["parent"][num_roots:]),
         offsets=drives.astype(np.int64) << DRIVE_SHIFT | rows["offset"].astype(np.int64),
         generations=rows["generation"].astype(np.uint64),
         checksums=rows["checksum"].astype(np.uint64),
@@ -237,6 +240,14 @@ def _rows_of_parents(rows: Rows, missing: int) -> NDArray[np.int64]:
     found = np.empty(len(rows), np.int64)
     found[by_head] = order[np.minimum(np.searchsorted(heads, parents[by_head, 0]), len(rows) - 1)]
     return np.where((keys[found] == parents).all(axis=1), found, missing)
+
+
+def _listed(keys: NDArray[np.void]) -> list[bytes]:
+    """As a list, a part at a time: a million at once would keep every other thread waiting for a tenth of a second."""
+    listed: list[bytes] = []
+    for start in range(0, len(keys), _LISTED_AT_ONCE):
+        listed += keys[start : start + _LISTED_AT_ONCE].tolist()
+    return listed
 
 
 def _words(keys: NDArray[np.void]) -> NDArray[np.uint64]:
