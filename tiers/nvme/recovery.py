@@ -12,7 +12,6 @@ from kvstore.core.moves import DRIVE_SHIFT
 from kvstore.tiers.nvme.records import Namespace, Quarantined, Rows, encode_quarantined
 from kvstore.tiers.nvme.tables import BLOCK_TABLES, Erase, Scan
 
-
 _LISTED_AT_ONCE = 16384
 
 
