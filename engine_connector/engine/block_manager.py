@@ -27,6 +27,10 @@ class BlockManager:
         """Pages that nobody holds."""
         return len(self._free)
 
+    def num_holders(self, page: int) -> int:
+        """How many sequences hold the page."""
+        return self._holders[page]
+
     def match(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Pages of the longest prefix of `block_hashes` that is here. Takes nothing."""
         found: list[int] = []

@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -19,19 +19,23 @@ from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
 from kvstore.core.layout import BlockLayout
+from kvstore.engine_connector.engine import checks
+from kvstore.engine_connector.engine.admission import Admission
 from kvstore.engine_connector.engine.block_manager import BlockManager
 from kvstore.engine_connector.engine.loader import LoadedModel, load_model
 from kvstore.engine_connector.engine.model import Transformer
 from kvstore.engine_connector.engine.no_store import no_store
+from kvstore.engine_connector.engine.options import RequestOptions
+from kvstore.engine_connector.engine.output_text import OutputText
+from kvstore.engine_connector.engine.outputs import EngineStats, RequestOutput, TokenDelta
 from kvstore.engine_connector.engine.runner import Runner
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
 from kvstore.engine_connector.engine.sequence import FinishReason
 from kvstore.engine_connector.engine.sequence import Sequence as EngineSequence
-from kvstore.engine_connector.engine.tokenizer import StreamDecoder
 from kvstore.engine_connector.fingerprint import weights_fingerprint
 from kvstore.engine_connector.protocol import Connector
-from kvstore.kernels.paged import TORCH_DTYPES, allocate_pages
+from kvstore.kernels.paged import allocate_pages
 
 Prompt = str | Sequence[int]
 """Text (control tokens in it are recognised), or token ids, as from `tokenizer.encode_chat`."""
@@ -42,48 +46,20 @@ IDLE_WAIT_S = 0.05
 DRAIN_DEADLINE_S = 10.0
 """generate and close wait at most so long for saves of finished requests to end."""
 
-MAX_REQUEST_ID_BYTES = 200
-"""The wire takes 256 (core/limits.py); a connector may append to an id which blocks it speaks of."""
-
-_HIGHEST = {"num_pages": 1 << 31, "block_tokens": 4096, "max_batch": 4096, "chunk_tokens": 1 << 20, "num_threads": 1024}
-"""Far beyond what runs well: these catch a wrong unit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """A finished request. Without preemption num_prompt_tokens = prefilled + local_cached + fetched."""
-
-    request_id: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    ttft_s: float | None  # request in to first token out; None when it ended before
-    num_prompt_tokens: int
-    num_prefilled_tokens: int  # computed here, also again after a preemption
-    num_local_cached_tokens: int  # found in the engine's own pages
-    num_fetched_tokens: int  # loaded from the store; what failed to load is not counted
-    num_preemptions: int
-    logit_gaps: tuple[float, ...]  # per generated token: best minus second-best logit
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """One generated token. `text` holds the characters that it completes; `output` is there on the last one."""
-
-    request_id: str
-    token_id: int
-    text: str
-    output: RequestOutput | None
-
 
 @dataclass(slots=True)
 class _Live:
-    """An unfinished request with its text so far; `inbox` collects its deltas for generate and stream."""
+    """A request of which not all samples have ended. `inbox` collects its deltas for generate and stream."""
 
-    sequence: EngineSequence
-    decoder: StreamDecoder
-    text: str = ""
-    inbox: list[TokenDelta] | None = None
+    request_id: str
+    num_samples: int
+    samples: dict[int, EngineSequence]  # by index; only the first one until the prompt is computed
+    inbox: list[TokenDelta] | None
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return len(self.outputs) == self.num_samples
 
 
 class LLM:
@@ -91,7 +67,8 @@ class LLM:
 
     `connector_factory` gets the KVSpec and returns both sides of a connector; None runs without a store. Greedy output
     does not depend on the store, on the batch, nor on preemption, except where the two best logits lie within
-    tie_epsilon (ARCHITECTURE.md, "the same tokens"). Raises ConfigError for a model file or setting that cannot work.
+    tie_epsilon (ARCHITECTURE.md, "the same tokens"). At most `max_waiting` requests of add_request and stream wait for
+    pages; more are refused. Raises ConfigError for a model file or setting that cannot work.
     """
 
     def __init__(
@@ -103,6 +80,7 @@ class LLM:
         block_tokens: int = 16,
         max_batch: int = 16,
         chunk_tokens: int = 512,
+        max_waiting: int = 1024,
         max_model_len: int | None = None,
         num_threads: int | None = None,
         kv_dtype: str = "float16",
@@ -110,19 +88,20 @@ class LLM:
         hash_seed: str = "",
         clock: Clock | None = None,
     ) -> None:
-        _check_numbers(
+        checks.check_numbers(
             num_pages=num_pages,
             block_tokens=block_tokens,
             max_batch=max_batch,
             chunk_tokens=chunk_tokens,
+            max_waiting=max_waiting,
             num_threads=1 if num_threads is None else num_threads,
         )
-        _check_chunks(chunk_tokens, block_tokens)
-        _check_dtype(kv_dtype)
+        checks.check_chunks(chunk_tokens, block_tokens)
+        checks.check_dtype(kv_dtype)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded = load_model(model_path)
-        self._limit = _length_limit(loaded, num_pages, block_tokens, max_model_len)
+        self._limit = checks.length_limit(loaded.config.context_length, num_pages, block_tokens, max_model_len)
         self.tokenizer = loaded.tokenizer
         hashing = HashScheme(seed=hash_seed, block_tokens=block_tokens)
         self.spec = _kv_spec(model_path, loaded, kv_dtype, hashing)
@@ -137,55 +116,80 @@ class LLM:
             max_model_len=self._limit.tokens,
             prefix_caching=prefix_caching,
         )
-        self._scheduler = Scheduler(config, self._blocks, self._connector.scheduler, self.tokenizer.stop_ids)
         self._runner = Runner(Transformer(loaded.config, loaded.weights), pages, self._connector.worker)
+        self._scheduler = Scheduler(
+            config, self._blocks, self._connector.scheduler, self.tokenizer.stop_ids, self._runner.copy_page
+        )
+        self._max_batch = max_batch
+        self._admission = Admission(max_waiting)
         self._live: dict[str, _Live] = {}
         self._deltas: list[TokenDelta] = []  # of requests of add_request, for the next step()
         self._arrivals = itertools.count()
         self._closed = False
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        options: RequestOptions | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched; outputs come in order of the prompts. `params`: one for all, or one each.
+        """Answer all prompts, batched; outputs come in order of the prompts, `n` for each. `params`: one for all, or one
+        each. max_waiting does not count here: the caller holds the whole list anyway.
 
         Refuses (ConfigError) before it starts any when one prompt is empty, too long, or has unknown tokens. Returns once
         the connector has taken what was to be saved, or after DRAIN_DEADLINE_S.
         """
         each = _params_for(prompts, params)
-        checked = [self._check_prompt(prompt) for prompt in prompts]
-        lives = [self._add(ids, p, None, inbox=[]) for ids, p in zip(checked, each, strict=True)]
+        checked = [self._check(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        lives = [self._add(ids, p, options, None, inbox=[]) for ids, p in zip(checked, each, strict=True)]
         try:
-            while any(live.sequence.finish_reason is None for live in lives):
+            while not all(live.ended for live in lives):
                 self._step()
         finally:
             self._abort_unfinished(lives)
         self.drain(DRAIN_DEADLINE_S)
-        return [self._output(live) for live in lives]
+        return [live.outputs[index] for live in lives for index in range(live.num_samples)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenDelta]:
-        """Answer one prompt token by token, from the first `next` on. A consumer that stops early aborts the request."""
-        return self._stream(self._check_prompt(prompt), params or SamplingParams())
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, options: RequestOptions | None = None
+    ) -> Iterator[TokenDelta]:
+        """Answer one prompt token by token, from the first `next` on, which raises QueueFull as add_request does. A consumer
+        that stops early aborts the request."""
+        params = params or SamplingParams()
+        return self._stream(self._check(prompt, params), params, options)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        options: RequestOptions | None = None,
+        request_id: str | None = None,
     ) -> str:
         """Queue a request for `step` and return its id. Raises ConfigError as generate does, or for an id that is in use,
-        or not 1 to MAX_REQUEST_ID_BYTES of UTF-8."""
-        live = self._add(self._check_prompt(prompt), params or SamplingParams(), request_id, inbox=None)
-        return live.sequence.request_id
+        or not 1 to MAX_REQUEST_ID_BYTES of UTF-8; QueueFull when max_waiting requests wait already."""
+        params = params or SamplingParams()
+        token_ids = self._check(prompt, params)
+        self._admission.check(self._scheduler.num_waiting, self._clock.now_s())
+        return self._add(token_ids, params, options, request_id, inbox=None).request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now and return what it has; None when it has ended already."""
+        """End a request now, all samples of it, and return what it has: the output of the first sample that had not ended.
+        None when all have. Its tokens that `step` has not handed out yet are dropped."""
         live = self._live.pop(request_id, None)
         if live is None:
             return None
-        self._scheduler.abort(live.sequence)
+        for sequence in live.samples.values():
+            if sequence.finish_reason is None:
+                indices = [sequence.index] if sequence.num_samples == 1 else range(live.num_samples)
+                self._scheduler.abort(sequence)
+                live.outputs |= {index: _output(sequence, index) for index in indices}
         self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
-        return self._output(live)
+        return next(output for _, output in sorted(live.outputs.items()) if output.finish_reason is FinishReason.ABORT)
 
     def step(self) -> list[TokenDelta]:
-        """Run one step: at most one token for each request of add_request. Waits up to IDLE_WAIT_S when none can run.
+        """Run one step: at most one token for each sample of add_request's requests. Waits up to IDLE_WAIT_S when none can run.
 
         Tokens that came while generate or stream ran are handed out first, all at once and without a step.
         Call it while `has_unfinished`, and on while `is_draining` so that the connector can finish its saves.
@@ -216,6 +220,22 @@ class LLM:
         """Forget what the engine's own pages hold; the store keeps what it has."""
         self._blocks.forget_all()
 
+    def stats(self) -> EngineStats:
+        """Figures for metrics and admission; cheap enough for each scrape."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_waiting=scheduler.num_waiting,
+            num_loading=scheduler.num_loading,
+            num_running=scheduler.num_running,
+            num_draining=scheduler.num_draining,
+            max_waiting=self._admission.max_waiting,
+            num_pages=self._blocks.num_pages,
+            num_free_pages=self._blocks.num_free,
+            num_refused=self._admission.num_refused,
+            num_finished={reason: scheduler.num_finished[reason] for reason in FinishReason},
+            total=scheduler.total,
+        )
+
     def check(self) -> None:
         """Assert that no page is lost or held twice without a count (tests call it after each step)."""
         self._scheduler.check()
@@ -240,34 +260,62 @@ class LLM:
 
     def _step(self) -> None:
         """One step; deltas of generate and stream go to their inboxes, the others wait for `step`."""
+        num_admitted = self._scheduler.num_admitted
         step = self._scheduler.schedule()
         waits = self._scheduler.has_unfinished or self.is_draining
         try:
             result = self._runner.execute(step, idle_wait_s=IDLE_WAIT_S if waits else 0.0)
         except BaseException:  # Ctrl-C, or no memory: the worker will never speak of jobs that it has not got
             self._scheduler.take_output(self._runner.report_not_taken(step.meta))
+            self._hand_out_failed()
             raise
         for sequence in self._scheduler.update(step, result.sampled, result.output):
-            live = self._live[sequence.request_id]
-            (self._deltas if live.inbox is None else live.inbox).append(self._delta(live))
+            self._hand_out(sequence)
+        self._hand_out_failed()
+        num_departed = self._scheduler.num_admitted - num_admitted
+        self._admission.observe(self._scheduler.num_waiting, num_departed, self._clock.now_s())
 
-    def _delta(self, live: _Live) -> TokenDelta:
-        sequence = live.sequence
+    def _hand_out(self, sequence: EngineSequence) -> None:
+        """The token that a sequence has got."""
         if sequence.first_token_s is None:
             sequence.first_token_s = self._clock.now_s()
-        text = live.decoder.push(sequence.token_ids[-1])
-        if sequence.finish_reason is not None:
-            text += live.decoder.finish()
-            del self._live[sequence.request_id]
-        live.text += text
-        output = self._output(live) if sequence.finish_reason is not None else None
-        return TokenDelta(sequence.request_id, sequence.token_ids[-1], text, output)
+        self._put(
+            TokenDelta(
+                request_id=sequence.group_id,
+                index=sequence.index,
+                token_id=sequence.token_ids[-1],
+                text=sequence.text.take(),
+                logprob=sequence.logprobs[-1],
+                output=_output(sequence, sequence.index) if sequence.finish_reason is not None else None,
+            ),
+            sequence,
+        )
 
-    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[TokenDelta]:
+    def _hand_out_failed(self) -> None:
+        for sequence in self._scheduler.take_failed():
+            text = sequence.text.take()
+            for index in range(sequence.index, sequence.index + sequence.num_samples):
+                output = _output(sequence, index)
+                delta = TokenDelta(request_id=sequence.group_id, index=index, token_id=None, text=text, output=output)
+                self._put(delta, sequence)
+
+    def _put(self, delta: TokenDelta, sequence: EngineSequence) -> None:
+        live = self._live[delta.request_id]
+        live.samples[sequence.index] = sequence
+        (self._deltas if live.inbox is None else live.inbox).append(delta)
+        if delta.output is not None:
+            live.outputs[delta.index] = delta.output
+            if live.ended:
+                del self._live[live.request_id]
+
+    def _stream(
+        self, token_ids: list[int], params: SamplingParams, options: RequestOptions | None
+    ) -> Iterator[TokenDelta]:
         inbox: list[TokenDelta] = []
-        live = self._add(token_ids, params, None, inbox=inbox)
+        self._admission.check(self._scheduler.num_waiting, self._clock.now_s())
+        live = self._add(token_ids, params, options, None, inbox=inbox)
         try:
-            while live.sequence.finish_reason is None or inbox:
+            while not live.ended or inbox:
                 if inbox:
                     yield inbox.pop(0)
                 else:
@@ -277,87 +325,72 @@ class LLM:
         self.drain(DRAIN_DEADLINE_S)
 
     def _add(
-        self, token_ids: list[int], params: SamplingParams, request_id: str | None, *, inbox: list[TokenDelta] | None
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions | None,
+        request_id: str | None,
+        *,
+        inbox: list[TokenDelta] | None,
     ) -> _Live:
         if self._closed:
             raise ConfigError("llm: closed; make another", field="llm", value="closed")
         arrival = next(self._arrivals)
         request_id = f"request-{arrival}" if request_id is None else request_id
-        _check_request_id(request_id)
-        if self._scheduler.in_use(request_id):
+        checks.check_request_id(request_id)
+        sequence = EngineSequence(
+            request_id=request_id,
+            token_ids=token_ids,
+            params=params,
+            arrival=arrival,
+            arrival_s=self._clock.now_s(),
+            hash_scheme=self.spec.hash,
+            new_text=lambda: OutputText(self.tokenizer.stream_decoder(), params.stop),
+            options=options or RequestOptions(),
+        )
+        if self._scheduler.in_use(sequence.sample_ids):
             raise ConfigError(
                 f"request_id: {request_id!r} is in use; choose another", field="request_id", value=request_id
             )
-        sequence = EngineSequence(
-            request_id, token_ids, params, arrival, self._clock.now_s(), hash_scheme=self.spec.hash
-        )
         self._scheduler.add(sequence)
-        live = _Live(sequence, self.tokenizer.stream_decoder(), inbox=inbox)
-        self._live[request_id] = live
-        return live
+        self._live[request_id] = _Live(request_id, params.n, {0: sequence}, inbox)
+        return self._live[request_id]
 
-    def _check_prompt(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise ConfigError("prompt: empty; give at least one token", field="prompt", value=0)
-        if len(ids) > self._limit.tokens:
-            raise ConfigError(
-                f"prompt: {len(ids)} tokens are more than {self._limit.reason}", field="prompt", value=len(ids)
-            )
-        vocab = self.tokenizer.vocab_size
-        if bad := [i for i in ids if not 0 <= i < vocab]:
-            raise ConfigError(
-                f"prompt: token id {bad[0]} is out of range; use 0 to {vocab - 1}", field="prompt", value=bad[0]
-            )
-        return ids
+    def _check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        checks.check_prompt(token_ids, self._limit, self.tokenizer.vocab_size)
+        checks.check_samples(params.n, self._max_batch)
+        return token_ids
 
     def _abort_unfinished(self, lives: Sequence[_Live]) -> None:
         for live in lives:
-            if live.sequence.finish_reason is None:
-                self.abort(live.sequence.request_id)
-
-    def _output(self, live: _Live) -> RequestOutput:
-        sequence, counts = live.sequence, live.sequence.counts
-        assert sequence.finish_reason is not None
-        first_s = sequence.first_token_s
-        return RequestOutput(
-            request_id=sequence.request_id,
-            text=live.text,
-            token_ids=tuple(sequence.output_ids),
-            finish_reason=sequence.finish_reason,
-            ttft_s=None if first_s is None else first_s - sequence.arrival_s,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_prefilled_tokens=counts.prefilled,
-            num_local_cached_tokens=counts.local_cached,
-            num_fetched_tokens=counts.fetched,
-            num_preemptions=counts.preemptions,
-            logit_gaps=tuple(sequence.logit_gaps),
-        )
+            if not live.ended:
+                self.abort(live.request_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _LengthLimit:
-    """The most tokens that a request may have before it gets its last one, and what sets that."""
-
-    tokens: int
-    reason: str
-
-
-def _length_limit(loaded: LoadedModel, num_pages: int, block_tokens: int, wanted: int | None) -> _LengthLimit:
-    context = loaded.config.context_length
-    if wanted is not None and not 1 <= wanted <= context:
-        raise ConfigError(
-            f"max_model_len: {wanted} is out of range; use 1 to the model's context of {context}",
-            field="max_model_len",
-            value=wanted,
-        )
-    limits = [
-        _LengthLimit(context, f"the model's context of {context}"),
-        _LengthLimit(num_pages * block_tokens, f"the {num_pages * block_tokens} that all {num_pages} pages hold"),
-    ]
-    if wanted is not None:
-        limits.append(_LengthLimit(wanted, f"max_model_len {wanted}"))
-    return min(limits, key=lambda limit: limit.tokens)
+def _output(sequence: EngineSequence, index: int) -> RequestOutput:
+    """Of a sample that has ended; `index` may be that of one which it stands for."""
+    counts, first_s = sequence.counts, sequence.first_token_s
+    assert sequence.finish_reason is not None
+    return RequestOutput(
+        request_id=sequence.group_id,
+        index=index,
+        text=sequence.text.text,
+        token_ids=tuple(sequence.output_ids),
+        finish_reason=sequence.finish_reason,
+        error=sequence.error,
+        ttft_s=None if first_s is None else first_s - sequence.arrival_s,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_prefilled_tokens=counts.prefilled,
+        num_local_cached_tokens=counts.local_cached,
+        num_fetched_tokens=counts.fetched,
+        num_resumed_tokens=counts.resumed,
+        num_preemptions=counts.preemptions,
+        logit_gaps=tuple(sequence.logit_gaps),
+        logprobs=tuple(entry for entry in sequence.logprobs if entry is not None)
+        if sequence.params.logprobs is not None
+        else None,
+    )
 
 
 def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: str, hashing: HashScheme) -> KVSpec:
@@ -372,42 +405,6 @@ def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: 
         block_tokens=hashing.block_tokens,
         hash=hashing,
     )
-
-
-def _check_numbers(**settings: int) -> None:
-    for name, value in settings.items():
-        if not 1 <= value <= _HIGHEST[name]:
-            raise ConfigError(f"{name}: {value} is out of range; use 1 to {_HIGHEST[name]}", field=name, value=value)
-
-
-def _check_request_id(request_id: str) -> None:
-    try:
-        nbytes = len(request_id.encode())
-    except UnicodeEncodeError:
-        wrong = "is no UTF-8"
-    else:
-        if 1 <= nbytes <= MAX_REQUEST_ID_BYTES:
-            return
-        wrong = f"has {nbytes} bytes"
-    shown = ascii(request_id[:40])
-    raise ConfigError(
-        f"request_id: {shown} {wrong}; use 1 to {MAX_REQUEST_ID_BYTES} bytes of UTF-8", field="request_id", value=shown
-    )
-
-
-def _check_chunks(chunk_tokens: int, block_tokens: int) -> None:
-    if chunk_tokens % block_tokens:
-        raise ConfigError(
-            f"chunk_tokens: {chunk_tokens} is not a multiple of block_tokens {block_tokens}",
-            field="chunk_tokens",
-            value=chunk_tokens,
-        )
-
-
-def _check_dtype(kv_dtype: str) -> None:
-    if kv_dtype not in TORCH_DTYPES:
-        known = ", ".join(TORCH_DTYPES)
-        raise ConfigError(f"kv_dtype: {kv_dtype!r} is not known; use one of {known}", field="kv_dtype", value=kv_dtype)
 
 
 def _params_for(

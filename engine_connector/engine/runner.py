@@ -5,15 +5,16 @@ from typing import NamedTuple
 import torch
 
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
-from kvstore.engine_connector.engine.model import Transformer, pad_rows
+from kvstore.engine_connector.engine.model import Transformer
+from kvstore.engine_connector.engine.product import pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
-from kvstore.engine_connector.engine.scheduler import ScheduledSequence, Step
+from kvstore.engine_connector.engine.step import ScheduledSequence, Step
 from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput, WorkerSide
 from kvstore.kernels.paged import PagedCache
 
 
 class StepResult(NamedTuple):
-    """One token for each share of the step that samples, in order of `step.scheduled`, and the connector's news."""
+    """`num_samples` tokens for each share of the step, in order of `step.scheduled`, and the connector's news."""
 
     sampled: list[SampledToken]
     output: WorkerOutput
@@ -42,6 +43,11 @@ class Runner:
         self._saves_taken_of = step.meta
         return StepResult(sampled, self._worker.get_output(wait_s=0.0 if step.scheduled else idle_wait_s))
 
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        """See scheduler.CopyPage."""
+        self._pages[target] = self._pages[source]
+
     def report_not_taken(self, meta: ConnectorMetadata) -> WorkerOutput:
         """After `execute` raised: every job that the worker has not got, as failed. The others it reports itself."""
         loads = () if self._loads_taken_of is meta else meta.loads
@@ -59,14 +65,16 @@ class Runner:
         rows = [self._decode(step.decodes)] if step.decodes else []
         for chunk in step.chunks:
             hidden = self._prefill(chunk)
-            if chunk.samples:
+            if chunk.num_samples:
                 rows.append(hidden[chunk.num_tokens - 1 : chunk.num_tokens])
-        specs = [
-            SampleSpec(share.sequence.params, share.sequence.num_output_tokens)
-            for share in step.scheduled
-            if share.samples
-        ]
-        return sample(self._model.logits(torch.cat(rows)), specs) if specs else []
+        sampling = [share for share in step.scheduled if share.num_samples]
+        if not sampling:
+            return []
+        logits = self._model.logits(torch.cat(rows))
+        specs = [_specs(share) for share in sampling]
+        if any(share.num_samples > 1 for share in sampling):
+            logits = logits.repeat_interleave(torch.tensor([len(each) for each in specs]), dim=0)
+        return sample(logits, [spec for each in specs for spec in each])
 
     def _decode(self, decodes: tuple[ScheduledSequence, ...]) -> torch.Tensor:
         """Hidden states `[len(decodes), hidden]`."""
@@ -97,3 +105,10 @@ class Runner:
         ]
         if opened:
             self._pages[torch.tensor(opened)] = 0
+
+
+def _specs(share: ScheduledSequence) -> list[SampleSpec]:
+    """One for each next token: of the sequence, or of each sample into which it forks."""
+    sequence = share.sequence
+    indices = range(share.num_samples) if share.num_samples > 1 else (sequence.index,)
+    return [SampleSpec(sequence.params, sequence.num_output_tokens, index) for index in indices]

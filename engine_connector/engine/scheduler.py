@@ -4,22 +4,33 @@
                   \\-> waiting for KV (the store loads) -> running          \\-> preempted -> waiting
 
 Chunks end at absolute multiples of chunk_tokens and are never cut to fit a budget: a request's chunks, and with them the
-last bits of its KV, do not depend on who else is there. One token to go is a decode, whatever the token is.
+last bits of its KV, do not depend on who else is there. One token to go is a decode, whatever the token is. All decodes
+that have their page are in every step, so none waits longer than one chunk takes.
 
-Pages are allocated for a whole prompt at admission, so two half-admitted prompts never wait for each other; a decode that
-finds no page preempts the youngest running request, which starts over later from what the prefix cache and the store
-still have. Requests are served by age: the oldest is never preempted by another, so it always finishes. A request that
-could not run with all pages to itself is refused by LLM before it gets here.
+Requests are served by rank: priority, then age, and waiting makes up for priority (sequence.py). Pages are allocated for a
+whole prompt at admission, so two half-admitted prompts never wait for each other; a decode that finds no page preempts
+the running request of the last rank, which resumes later from what the prefix cache and the store have of it, generated
+tokens included. So the first in rank is never preempted by another and always finishes. A request that could not run with
+all pages to itself is refused by LLM before it gets here. The queue's head waits for its pages and nobody passes it.
+
+A request for n samples is prefilled once and forks when its prompt is computed: the samples share all pages, and where
+the prompt ends within a page, all but the first get a copy of that one, since each writes it in its next step.
 """
 
 import bisect
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.engine_connector.engine.block_manager import BlockManager
 from kvstore.engine_connector.engine.sampler import SampledToken
-from kvstore.engine_connector.engine.sequence import FinishReason, Sequence, Status
-from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest, SchedulerSide, WorkerOutput
+from kvstore.engine_connector.engine.sequence import Counts, FinishReason, Rank, Sequence, Status
+from kvstore.engine_connector.engine.step import ScheduledSequence, Step
+from kvstore.engine_connector.protocol import ScheduledRequest, SchedulerSide, WorkerOutput
+
+CopyPage = Callable[[int, int], None]
+"""Copies the content of one page (the first) to another, at once. Called between steps only."""
 
 _NUM_AHEAD = 4
 """Requests at the head of the queue that the connector hears of before they have pages: those that are admitted next. What it
@@ -31,7 +42,7 @@ _ASKS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step. At most `max_batch` requests own pages; a step computes max_batch decodes and one whole chunk, or
+    """Limits of a step. At most `max_batch` samples own pages; a step computes max_batch decodes and one whole chunk, or
     several smaller ones."""
 
     block_tokens: int
@@ -41,54 +52,32 @@ class SchedulerConfig:
     prefix_caching: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """A sequence's share of a step: it computes the tokens [start, start + num_tokens)."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-
-    @property
-    def end(self) -> int:
-        """First token after the share."""
-        return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the share ends with the sequence's last token, whose logits give the next one."""
-        return self.end == self.sequence.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What to compute: prefill chunks each on its own, decodes together; and what to tell the connector's worker side."""
-
-    chunks: tuple[ScheduledSequence, ...]
-    decodes: tuple[ScheduledSequence, ...]
-    meta: ConnectorMetadata
-
-    @property
-    def scheduled(self) -> tuple[ScheduledSequence, ...]:
-        """Decodes, then chunks."""
-        return self.decodes + self.chunks
-
-
 class Scheduler:
     """Owns the sequences and their pages. One thread; `schedule` and `update` (or, when the step broke off,
     `take_output`) alternate, add and abort in between."""
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, connector: SchedulerSide, stop_ids: frozenset[int]
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        connector: SchedulerSide,
+        stop_ids: frozenset[int],
+        copy_page: CopyPage,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._connector = connector
         self._stop_ids = stop_ids
-        self._waiting: list[Sequence] = []  # each list by age
+        self._copy_page = copy_page
+        self._waiting: list[Sequence] = []  # each list by rank
         self._running: list[Sequence] = []
         self._loading: dict[str, Sequence] = {}
         self._draining: dict[str, Sequence] = {}  # finished; the connector still uses their pages
+        self._failed: list[Sequence] = []  # ended by a load; for take_failed
+        self._live_ids: set[str] = set()  # of unfinished samples, those that have not forked yet among them
+        self._counts_of_finished = Counts()
+        self.num_finished: Counter[FinishReason] = Counter()  # samples
+        self.num_admitted = 0  # requests that left the queue for the first time
 
     @property
     def has_unfinished(self) -> bool:
@@ -100,26 +89,51 @@ class Scheduler:
         """Whether pages of finished requests are still read or written by the connector."""
         return bool(self._draining)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without pages: new ones and preempted ones."""
+        return len(self._waiting)
+
+    @property
+    def num_loading(self) -> int:
+        """Sequences that wait for their KV."""
+        return len(self._loading)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are computed."""
+        return len(self._running)
+
+    @property
+    def num_draining(self) -> int:
+        """Finished sequences whose pages are still in use."""
+        return len(self._draining)
+
+    @property
+    def total(self) -> Counts:
+        """Of all sequences, those that finished and those that have not. Only grows."""
+        total = replace(self._counts_of_finished)
+        for sequence in (*self._waiting, *self._running, *self._loading.values()):
+            total += sequence.counts
+        return total
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a new request. Its id must not be `in_use`."""
-        assert not self.in_use(sequence.request_id)
-        self._waiting.append(sequence)
+        """Queue a new request. None of its sample ids may be `in_use`; its n is at most max_batch."""
+        assert not self.in_use(sequence.sample_ids)
+        assert sequence.num_samples <= self._config.max_batch
+        self._live_ids.update(sequence.sample_ids)
+        bisect.insort(self._waiting, sequence, key=_rank)
 
-    def in_use(self, request_id: str) -> bool:
-        """Whether a live request, or one whose pages are still in use, has this id."""
-        return request_id in self._draining or self.find(request_id) is not None
-
-    def find(self, request_id: str) -> Sequence | None:
-        """The unfinished request of this id."""
-        live = (*self._waiting, *self._running, *self._loading.values())
-        return next((sequence for sequence in live if sequence.request_id == request_id), None)
+    def in_use(self, sample_ids: Iterable[str]) -> bool:
+        """Whether a live sample, or one whose pages are still in use, has one of these ids."""
+        return any(i in self._live_ids or i in self._draining for i in sample_ids)
 
     def abort(self, sequence: Sequence) -> None:
         """End an unfinished request now; its pages are freed once the connector lets go of them."""
         self._finish(sequence, FinishReason.ABORT)
 
     def schedule(self) -> Step:
-        """Choose the next step's work, oldest requests first, and have the connector add its loads and saves."""
+        """Choose the next step's work, by rank, and have the connector add its loads and saves."""
         self._free_drained()
         preempted: set[str] = set()
         decodes = self._schedule_decodes(preempted)
@@ -135,40 +149,91 @@ class Scheduler:
         return Step(tuple(chunks), tuple(decodes), meta)
 
     def update(self, step: Step, sampled: Seq[SampledToken], output: WorkerOutput) -> list[Sequence]:
-        """Take a step's results: one token for each share that `samples`, in order of `step.scheduled`.
+        """Take a step's results: `num_samples` tokens for each share, in order of `step.scheduled`.
 
-        Returns the sequences that got a token. Their requests may be finished.
+        Returns the sequences that got a token, new samples among them. They may be finished.
         """
         for share in step.scheduled:
             self._advance(share)
         self.take_output(output)
-        sampling = [share.sequence for share in step.scheduled if share.samples]
-        for sequence, token in zip(sampling, sampled, strict=True):
-            sequence.append(token)
-            if reason := self._finish_reason(sequence):
-                self._finish(sequence, reason)
-        return sampling
+        grown: list[Sequence] = []
+        first = 0
+        for share in step.scheduled:
+            tokens = sampled[first : first + share.num_samples]
+            first += len(tokens)
+            grown += self._append(share.sequence, tokens)
+        assert first == len(sampled)
+        return grown
 
     def take_output(self, output: WorkerOutput) -> None:
         """Take the connector's news alone. For a step that broke off: what it scheduled is scheduled again."""
         self._connector.update_connector_output(output)
         self._take_loads(output)
 
+    def take_failed(self) -> list[Sequence]:
+        """Sequences that a failed load ended since the last call (RequestOptions.load_failure)."""
+        failed, self._failed = self._failed, []
+        return failed
+
     def check(self) -> None:
-        """Assert the engine's own invariants: every page is free or in some table, and states match the lists."""
+        """Assert the engine's own invariants: each page has as many holders as there are tables with it, only one of them
+        when it is still to be written, and states match the lists."""
         self._blocks.check()
         tables = (*self._running, *self._loading.values(), *self._draining.values())
-        held = {page for sequence in tables for page in sequence.block_ids}
-        assert len(held) + self._blocks.num_free == self._blocks.num_pages
+        holders = Counter(page for sequence in tables for page in sequence.block_ids)
+        assert holders == Counter({p: n for p in range(self._blocks.num_pages) if (n := self._blocks.num_holders(p))})
+        for sequence in (*self._running, *self._loading.values()):
+            first_unwritten = sequence.num_computed_tokens // self._config.block_tokens
+            assert all(holders[page] == 1 for page in sequence.block_ids[first_unwritten:]), sequence.request_id
         assert not any(sequence.block_ids for sequence in self._waiting)
         for sequences, status in ((self._waiting, Status.WAITING), (self._running, Status.RUNNING)):
             assert all(sequence.status is status for sequence in sequences)
-            assert sequences == sorted(sequences, key=_age)
+            assert sequences == sorted(sequences, key=_rank)
         assert all(sequence.status is Status.WAITING_FOR_KV for sequence in self._loading.values())
         assert all(sequence.status is Status.FINISHED for sequence in self._draining.values())
+        live = (*self._waiting, *self._running, *self._loading.values())
+        assert Counter(i for sequence in live for i in sequence.sample_ids) == Counter(self._live_ids)
+        assert self._num_slots() <= self._config.max_batch
+
+    def _append(self, first: Sequence, tokens: Seq[SampledToken]) -> list[Sequence]:
+        """Add a token to a sequence, or one to each of the samples into which it forks now."""
+        if not tokens:
+            return []
+        samples = [first, *(self._fork(first, index) for index in range(1, len(tokens)))]
+        for sequence, token in zip(samples, tokens, strict=True):
+            sequence.append(token)
+            if reason := self._finish_reason(sequence):
+                self._finish(sequence, reason)
+        if len(samples) > 1:
+            for sequence in reversed(samples):  # the last one to ask, the first in rank, keeps the original
+                if sequence.status is Status.RUNNING:
+                    self._own_open_page(sequence)
+        return samples
+
+    def _fork(self, first: Sequence, index: int) -> Sequence:
+        sequence = first.fork(index)
+        self._blocks.take(sequence.block_ids)
+        self._connector.update_state_after_alloc(sequence, sequence.block_ids, 0)
+        bisect.insort(self._running, sequence, key=_rank)
+        return sequence
+
+    def _own_open_page(self, sequence: Sequence) -> None:
+        """Copy the page that the sequence writes next if others hold it too; without a page for that it resumes later."""
+        index = sequence.num_computed_tokens // self._config.block_tokens
+        if index == len(sequence.block_ids) or self._blocks.num_holders(sequence.block_ids[index]) == 1:
+            return
+        if self._blocks.num_free == 0:
+            self._preempt(
+                sequence
+            )  # nothing is being saved from it: what it holds is others' too, or computed before it was
+            return
+        shared, (own,) = sequence.block_ids[index], self._blocks.allocate(1)
+        self._copy_page(shared, own)
+        self._blocks.free([shared])
+        sequence.block_ids[index] = own
 
     def _schedule_decodes(self, preempted: set[str]) -> list[ScheduledSequence]:
-        """By age; what a decode preempts is younger, so it has not been scheduled yet, or is the decode itself."""
+        """By rank; what a decode preempts comes after it, so it has not been scheduled yet, or is the decode itself."""
         ready = [s for s in self._running if s.num_computed_tokens == s.num_tokens - 1]
         return [
             ScheduledSequence(sequence, sequence.num_computed_tokens, 1)
@@ -177,7 +242,7 @@ class Scheduler:
         ]
 
     def _ensure_page(self, sequence: Sequence, preempted: set[str]) -> bool:
-        """A page for the sequence's last token; preempts from the young end, at worst the sequence itself."""
+        """A page for the sequence's last token; preempts from the end, at worst the sequence itself."""
         if len(sequence.block_ids) * self._config.block_tokens >= sequence.num_tokens:
             return True
         while self._blocks.num_free == 0:
@@ -197,7 +262,7 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.counts.preemptions += 1
         victim.status = Status.WAITING
-        bisect.insort(self._waiting, victim, key=_age)
+        bisect.insort(self._waiting, victim, key=_rank)
 
     def _schedule_chunks(self) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
@@ -216,7 +281,7 @@ class Scheduler:
         return True
 
     def _admit(self, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence]) -> None:
-        while self._waiting and len(self._running) + len(self._loading) < self._config.max_batch:
+        while self._waiting and self._num_slots() + self._waiting[0].num_samples <= self._config.max_batch:
             sequence = self._waiting[0]
             matched = self._match_local(sequence)
             num_new = -(-sequence.num_tokens // self._config.block_tokens) - len(matched)
@@ -231,6 +296,9 @@ class Scheduler:
             elif not self._add_chunk(sequence, chunks):
                 return
 
+    def _num_slots(self) -> int:
+        return sum(sequence.num_samples for sequence in (*self._running, *self._loading.values()))
+
     def _ask_ahead(self) -> None:
         """Let the connector hear of requests that wait."""
         for sequence in self._waiting[:_NUM_AHEAD]:
@@ -241,7 +309,7 @@ class Scheduler:
 
     def _match_local(self, sequence: Sequence) -> list[int]:
         """Pages of the prefix that is in our own cache; the last token is always computed, for its logits."""
-        if not self._config.prefix_caching:
+        if not self._config.prefix_caching or sequence.cache.no_read:
             return []
         return self._blocks.match(sequence.block_hashes[: self._num_loadable_blocks(sequence)])
 
@@ -255,6 +323,7 @@ class Scheduler:
         sequence.block_ids = matched + self._blocks.allocate(num_new)
         sequence.num_computed_tokens = num_local
         sequence.num_asks_ahead = 0
+        self.num_admitted += sequence.counts.preemptions == 0
         sequence.counts.local_cached += num_local
         loadable = self._num_loadable_blocks(sequence) * self._config.block_tokens - num_local
         wanted = min(self._connector.get_num_new_matched_tokens(sequence, num_local), loadable)
@@ -268,21 +337,28 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        bisect.insort(self._running, sequence, key=_age)
+        bisect.insort(self._running, sequence, key=_rank)
 
     def _take_loads(self, output: WorkerOutput) -> None:
-        """Requests whose loads ended go on from the first block that failed. Loads of aborted requests are not ours."""
+        """Requests whose loads ended go on from the first block that failed, or end there. Loads of aborted requests are not
+        ours."""
         for request_id in output.finished_loading & self._loading.keys():
-            sequence = self._loading.pop(request_id)
+            sequence = self._loading[request_id]
             first, step = sequence.num_computed_tokens // self._config.block_tokens, self._config.block_tokens
-            last = first + sequence.num_loading_tokens // step
-            loaded = sequence.block_ids[first:last]
+            loaded = sequence.block_ids[first : first + sequence.num_loading_tokens // step]
             good = next((i for i, page in enumerate(loaded) if page in output.failed_block_ids), len(loaded))
             sequence.num_loading_tokens = 0
             sequence.num_computed_tokens += good * step
             sequence.counts.fetched += good * step
+            sequence.counts.resumed += good * step if sequence.counts.preemptions else 0
             self._publish(sequence, first, first + good)
-            self._run(sequence)
+            if good < len(loaded) and sequence.options.load_failure == "fail":
+                sequence.error = f"{len(loaded) - good} of {len(loaded)} blocks did not come from the store"
+                self._failed.append(sequence)
+                self._finish(sequence, FinishReason.ERROR)
+            else:
+                del self._loading[request_id]
+                self._run(sequence)
 
     def _advance(self, share: ScheduledSequence) -> None:
         """The share's KV is in the pages: blocks that it completed can be found from now on."""
@@ -294,10 +370,14 @@ class Scheduler:
         self._publish(sequence, share.start // step, share.end // step)
 
     def _publish(self, sequence: Sequence, first: int, last: int) -> None:
+        if sequence.cache.no_store:
+            return
         for index in range(first, last):
             self._blocks.publish(sequence.block_ids[index], sequence.block_hashes[index])
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.text.stopped:
+            return FinishReason.STOP
         if sequence.token_ids[-1] in self._stop_ids and not sequence.params.ignore_eos:
             return FinishReason.STOP
         if sequence.num_output_tokens >= sequence.params.max_tokens or sequence.num_tokens > self._config.max_model_len:
@@ -311,8 +391,10 @@ class Scheduler:
             self._running.remove(sequence)
         else:
             del self._loading[sequence.request_id]
-        sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
+        self._live_ids.difference_update(sequence.sample_ids)
+        self._counts_of_finished += sequence.counts
+        sequence.finish(reason)
+        self.num_finished[sequence.finish_reason or reason] += sequence.num_samples
         if self._connector.request_finished(sequence):
             self._draining[sequence.request_id] = sequence
         else:
@@ -326,5 +408,5 @@ class Scheduler:
             sequence.block_ids = []
 
 
-def _age(sequence: Sequence) -> int:
-    return sequence.arrival
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank

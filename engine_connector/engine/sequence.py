@@ -1,11 +1,23 @@
-"""One request inside the engine: its tokens, its pages, how far it is. The connector reads it as protocol.Request."""
+"""One sample of a request inside the engine: its tokens, its pages, how far it is. The connector reads it as
+protocol.Request.
+
+A request for n samples is one sequence until its prompt is computed; then it forks into n, which share the prompt's pages.
+"""
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, Self
 
 from kvstore.core.keys import HashScheme
-from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams
+from kvstore.engine_connector.engine.options import RequestOptions
+from kvstore.engine_connector.engine.output_text import OutputText
+from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams, TokenLogprob
 from kvstore.engine_connector.protocol import CacheOptions
+
+AGEING_S = 60.0
+"""A step of priority is worth so much waiting: a request is passed only by better ones that come within AGEING_S for each
+step between them, and by those of its own priority never. So none starves, however many better ones keep coming."""
 
 
 class Status(enum.Enum):
@@ -18,34 +30,54 @@ class Status(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
+    """Why a sample ended."""
 
-    STOP = "stop"  # a stop token
+    STOP = "stop"  # a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
     ABORT = "abort"
+    ERROR = "error"  # a load failed, and the request wished to fail then
+
+
+class Rank(NamedTuple):
+    """Who goes first: the least. It never changes, so lists stay sorted."""
+
+    virtual_arrival_s: float
+    arrival: int
+    sample: int
 
 
 @dataclass(slots=True)
 class Counts:
-    """Where a request's prompt KV came from. Without preemption they add up to the prompt; with it, to more."""
+    """Where KV came from. Without preemption prefilled + local_cached + fetched add up to the prompt; with it, to more."""
 
     prefilled: int = 0  # computed here
     local_cached: int = 0  # found in the engine's own pages
     fetched: int = 0  # loaded from the store; what failed to load is not in it
+    resumed: int = 0  # of those fetched: after a preemption
+    generated: int = 0
     preemptions: int = 0
 
+    def __iadd__(self, other: "Counts") -> Self:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        return self
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Mutable; changed by the scheduler only."""
+    """Mutable; changed by the scheduler only. `request_id` is the sample's own, `group_id` that of the request."""
 
     request_id: str
     token_ids: list[int]
     params: SamplingParams
-    arrival: int  # order of arrival: the older one keeps its pages when they run out
+    arrival: int  # order of arrival
     arrival_s: float
     hash_scheme: HashScheme
-    num_prompt_tokens: int = 0
+    new_text: Callable[[], OutputText]  # for this sample and those that it forks into
+    options: RequestOptions = field(default_factory=RequestOptions)
+    group_id: str = ""
+    index: int = 0
+    num_prompt_tokens: int = field(init=False)
     status: Status = Status.WAITING
     block_ids: list[int] = field(default_factory=list)  # page of each block
     num_computed_tokens: int = 0  # tokens whose KV is in the pages and confirmed
@@ -53,14 +85,23 @@ class Sequence:
     num_asks_ahead: int = 0  # how often the connector was asked about it before it had pages
     block_hashes: list[bytes] = field(default_factory=list)
     logit_gaps: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
     first_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    error: str | None = None
     counts: Counts = field(default_factory=Counts)
-    cache: CacheOptions = field(default_factory=CacheOptions)
+    text: OutputText = field(init=False)
 
     def __post_init__(self) -> None:
+        self.group_id = self.group_id or self.request_id
         self.num_prompt_tokens = len(self.token_ids)
-        self.block_hashes = self.hash_scheme.hash_blocks(self.token_ids)
+        self.block_hashes = self.block_hashes or self.hash_scheme.hash_blocks(self.token_ids, parent=self._root)
+        self.text = self.new_text()
+
+    @property
+    def cache(self) -> CacheOptions:
+        """See protocol.Request."""
+        return self.options.cache
 
     @property
     def num_tokens(self) -> int:
@@ -77,11 +118,60 @@ class Sequence:
         """How many tokens were generated."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def rank(self) -> Rank:
+        """By priority and age (AGEING_S); samples of a request by index."""
+        return Rank(self.arrival_s + self.options.priority * AGEING_S, self.arrival, self.index)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it stands for: the request's n until it forks."""
+        return self.params.n if self.index == 0 and self.num_output_tokens == 0 else 1
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Ids of the samples it stands for."""
+        return [self.request_id, *(f"{self.group_id}#{index}" for index in range(1, self.num_samples))]
+
+    def fork(self, index: int) -> "Sequence":
+        """Sample `index` of the same prompt, with the same pages. To the caller: another holder for each of them."""
+        return Sequence(
+            request_id=self.sample_ids[index],
+            token_ids=list(self.token_ids),
+            params=self.params,
+            arrival=self.arrival,
+            arrival_s=self.arrival_s,
+            hash_scheme=self.hash_scheme,
+            new_text=self.new_text,
+            options=self.options,
+            group_id=self.group_id,
+            index=index,
+            status=self.status,
+            block_ids=list(self.block_ids),
+            num_computed_tokens=self.num_computed_tokens,
+            block_hashes=list(self.block_hashes),
+            counts=Counts(local_cached=self.num_computed_tokens),
+        )
+
     def append(self, sampled: SampledToken) -> None:
-        """Add a generated token; hash the block that it completes."""
+        """Add a generated token and its text; hash the block that it completes."""
         self.token_ids.append(sampled.token_id)
         self.logit_gaps.append(sampled.logit_gap)
+        self.logprobs.append(sampled.logprob)
+        self.text.push(sampled.token_id)
+        self.counts.generated += 1
         step = self.hash_scheme.block_tokens
         if self.num_tokens % step == 0:
-            parent = self.block_hashes[-1] if self.block_hashes else None
+            parent = self.block_hashes[-1] if self.block_hashes else self._root
             self.block_hashes += self.hash_scheme.hash_blocks(self.token_ids[-step:], parent=parent)
+
+    def finish(self, reason: FinishReason) -> None:
+        """No token comes any more. A stop string that the very end completes is the reason, if it was the length."""
+        self.text.finish()
+        self.status = Status.FINISHED
+        self.finish_reason = FinishReason.STOP if self.text.stopped and reason is FinishReason.LENGTH else reason
+
+    @property
+    def _root(self) -> bytes:
+        salt = self.options.cache.salt
+        return self.hash_scheme.root([salt.encode()] if salt else [])

@@ -5,9 +5,12 @@ import pytest
 from kvstore.core.keys import HashScheme
 from kvstore.engine_connector.engine.block_manager import BlockManager
 from kvstore.engine_connector.engine.no_store import no_store
+from kvstore.engine_connector.engine.options import RequestOptions
+from kvstore.engine_connector.engine.output_text import OutputText
 from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams
-from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig, Step
+from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
 from kvstore.engine_connector.engine.sequence import FinishReason, Sequence
+from kvstore.engine_connector.engine.step import Step
 from kvstore.engine_connector.protocol import Request, WorkerOutput
 
 BLOCK, STOP = 4, 99
@@ -25,6 +28,16 @@ class AskedConnector(type(no_store().scheduler)):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
+class Letters:
+    """A decoder to which each token is a letter."""
+
+    def push(self, token_id: int) -> str:
+        return chr(97 + token_id % 26)
+
+    def finish(self) -> str:
+        return ""
+
+
 class Driver:
     """A scheduler whose steps are answered with token `next_token`."""
 
@@ -36,23 +49,33 @@ class Driver:
             BlockManager(num_pages),
             self.connector,
             frozenset({STOP}),
+            lambda source, target: self.copies.append((source, target)),
         )
+        self.copies: list[tuple[int, int]] = []
         self.next_token = 7
         self.added = 0
+        self.now_s = 0.0
 
-    def add(self, prompt: int | list[int], **params: object) -> Sequence:
+    def add(self, prompt: int | list[int], options: RequestOptions | None = None, **params: object) -> Sequence:
         """A prompt of that many tokens, unlike any other's, or of those."""
         tokens = [1000 * self.added + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-        options: dict = {"max_tokens": 10} | params
-        scheme = HashScheme(block_tokens=BLOCK)
-        sequence = Sequence(f"r{self.added}", tokens, SamplingParams(**options), self.added, 0.0, scheme)
+        sequence = Sequence(
+            request_id=f"r{self.added}",
+            token_ids=tokens,
+            params=SamplingParams(**({"max_tokens": 10} | params)),
+            arrival=self.added,
+            arrival_s=self.now_s,
+            hash_scheme=HashScheme(block_tokens=BLOCK),
+            new_text=lambda: OutputText(Letters()),
+            options=options or RequestOptions(),
+        )
         self.added += 1
         self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> Step:
         step = self.scheduler.schedule()
-        tokens = [SampledToken(self.next_token, 1.0) for share in step.scheduled if share.samples]
+        tokens = [SampledToken(self.next_token, 1.0) for share in step.scheduled for _ in range(share.num_samples)]
         self.scheduler.update(step, tokens, WorkerOutput())
         self.scheduler.check()
         return step

@@ -18,7 +18,7 @@ def draws(params: SamplingParams, count: int = 2000) -> list[int]:
 def test_greedy_takes_the_best_and_reports_the_gap():
     (token,) = sample(torch.tensor([[1.0, 5.0, 4.5, -2.0]]), [SampleSpec(SamplingParams(), 0)])
 
-    assert token == (1, 0.5)
+    assert token[:2] == (1, 0.5)
 
 
 def test_frequencies_follow_the_probabilities():

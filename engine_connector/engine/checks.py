@@ -1,0 +1,105 @@
+"""What LLM refuses before it starts: settings, prompts and ids that cannot work, each named with what would be right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.core.errors import ConfigError
+from kvstore.kernels.paged import TORCH_DTYPES
+
+MAX_REQUEST_ID_BYTES = 200
+"""The wire takes 256 (core/limits.py); the engine and a connector may append to an id which sample or blocks it speaks of."""
+
+_HIGHEST = {
+    "num_pages": 1 << 31,
+    "block_tokens": 4096,
+    "max_batch": 4096,
+    "chunk_tokens": 1 << 20,
+    "max_waiting": 1 << 20,
+    "num_threads": 1024,
+}
+"""Far beyond what runs well: these catch a wrong unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """The most tokens that a request may have before it gets its last one, and what sets that."""
+
+    tokens: int
+    reason: str
+
+
+def length_limit(context: int, num_pages: int, block_tokens: int, wanted: int | None) -> LengthLimit:
+    """The least of what the model, the pages and the caller (`wanted`, max_model_len) allow."""
+    if wanted is not None and not 1 <= wanted <= context:
+        raise ConfigError(
+            f"max_model_len: {wanted} is out of range; use 1 to the model's context of {context}",
+            field="max_model_len",
+            value=wanted,
+        )
+    limits = [
+        LengthLimit(context, f"the model's context of {context}"),
+        LengthLimit(num_pages * block_tokens, f"the {num_pages * block_tokens} that all {num_pages} pages hold"),
+    ]
+    if wanted is not None:
+        limits.append(LengthLimit(wanted, f"max_model_len {wanted}"))
+    return min(limits, key=lambda limit: limit.tokens)
+
+
+def check_numbers(**settings: int) -> None:
+    """Each by its name."""
+    for name, value in settings.items():
+        if not 1 <= value <= _HIGHEST[name]:
+            raise ConfigError(f"{name}: {value} is out of range; use 1 to {_HIGHEST[name]}", field=name, value=value)
+
+
+def check_request_id(request_id: str) -> None:
+    """Ids travel, and name requests in logs."""
+    try:
+        nbytes = len(request_id.encode())
+    except UnicodeEncodeError:
+        wrong = "is no UTF-8"
+    else:
+        if 1 <= nbytes <= MAX_REQUEST_ID_BYTES:
+            return
+        wrong = f"has {nbytes} bytes"
+    shown = ascii(request_id[:40])
+    raise ConfigError(
+        f"request_id: {shown} {wrong}; use 1 to {MAX_REQUEST_ID_BYTES} bytes of UTF-8", field="request_id", value=shown
+    )
+
+
+def check_chunks(chunk_tokens: int, block_tokens: int) -> None:
+    """A chunk ends with a block."""
+    if chunk_tokens % block_tokens:
+        raise ConfigError(
+            f"chunk_tokens: {chunk_tokens} is not a multiple of block_tokens {block_tokens}",
+            field="chunk_tokens",
+            value=chunk_tokens,
+        )
+
+
+def check_dtype(kv_dtype: str) -> None:
+    """The pages' type."""
+    if kv_dtype not in TORCH_DTYPES:
+        known = ", ".join(TORCH_DTYPES)
+        raise ConfigError(f"kv_dtype: {kv_dtype!r} is not known; use one of {known}", field="kv_dtype", value=kv_dtype)
+
+
+def check_prompt(token_ids: Sequence[int], limit: LengthLimit, vocab_size: int) -> None:
+    """Empty, too long, or with tokens that the model does not have."""
+    num_tokens = len(token_ids)
+    if num_tokens == 0:
+        raise ConfigError("prompt: empty; give at least one token", field="prompt", value=0)
+    if num_tokens > limit.tokens:
+        raise ConfigError(f"prompt: {num_tokens} tokens are more than {limit.reason}", field="prompt", value=num_tokens)
+    bad = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise ConfigError(
+            f"prompt: token id {bad} is out of range; use 0 to {vocab_size - 1}", field="prompt", value=bad
+        )
+
+
+def check_samples(n: int, max_batch: int) -> None:
+    """All samples of a request are computed side by side, so that the prompt is computed once."""
+    if n > max_batch:
+        raise ConfigError(f"n: {n} is out of range; use 1 to max_batch {max_batch}", field="n", value=n)

@@ -1,0 +1,58 @@
+"""What the engine gives back: tokens as they come, finished samples, figures."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.engine_connector.engine.sampler import TokenLogprob
+from kvstore.engine_connector.engine.sequence import Counts, FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished sample of a request. Without preemption num_prompt_tokens = prefilled + local_cached + fetched; for the
+    samples after the first, whose prompt is the first one's, all of it is local_cached."""
+
+    request_id: str
+    index: int = 0  # which of the request's n samples
+    text: str  # without the stop string
+    token_ids: tuple[int, ...]  # with those that make up the stop string
+    finish_reason: FinishReason
+    error: str | None = None  # what went wrong, when finish_reason is ERROR
+    ttft_s: float | None  # request in to first token out; None when it ended before
+    num_prompt_tokens: int
+    num_prefilled_tokens: int  # computed here, also again after a preemption
+    num_local_cached_tokens: int  # found in the engine's own pages
+    num_fetched_tokens: int  # loaded from the store; what failed to load is not counted
+    num_resumed_tokens: int = 0  # of those fetched: loaded after a preemption, generated tokens among them
+    num_preemptions: int
+    logit_gaps: tuple[float, ...]  # per generated token: best minus second-best logit
+    logprobs: tuple[TokenLogprob, ...] | None = None  # per generated token, when they were asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """One generated token. `text` holds the characters that may be shown since the last one; `output` is there on the last
+    one of its sample. A sample that ends in an error has no token for it: token_id is None."""
+
+    request_id: str
+    index: int = 0
+    token_id: int | None
+    text: str
+    logprob: TokenLogprob | None = None
+    output: RequestOutput | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine now, and since it started (`total`, `num_finished`, `num_refused` only grow)."""
+
+    num_waiting: int  # requests without pages: new ones, and preempted samples
+    num_loading: int  # samples whose KV is on its way
+    num_running: int  # samples that are computed
+    num_draining: int  # ended, but their pages are still being saved
+    max_waiting: int
+    num_pages: int
+    num_free_pages: int  # those that can be found again by their hash among them
+    num_refused: int  # requests turned away with QueueFull
+    num_finished: Mapping[FinishReason, int]  # samples
+    total: Counts  # over all samples
