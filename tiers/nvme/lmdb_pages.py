@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import TierIOError
 
+DATA_MDB = "data.mdb"
+"""The file of an environment, in its folder."""
+
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
@@ -47,7 +50,7 @@ class _Tree(NamedTuple):
 def require_sound(folder: Path) -> None:
     """Raises TierIOError when lmdb must not open the environment in `folder`, OSError when it cannot be read. None there,
     or an empty one: sound. A gigabyte takes about a second."""
-    path = folder / "data.mdb"
+    path = folder / DATA_MDB
     if not path.exists() or not path.stat().st_size:
         return
     try:
@@ -60,7 +63,7 @@ def require_sound(folder: Path) -> None:
 
 def is_another_version(folder: Path) -> bool:
     """Whole for all we know, but of an lmdb that we do not: both meta pages name one other version. Raises OSError."""
-    path = folder / "data.mdb"
+    path = folder / DATA_MDB
     if not path.exists():
         return False
     with path.open("rb") as file:

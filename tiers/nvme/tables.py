@@ -14,6 +14,7 @@ import numpy as np
 from kvstore.core.errors import TierIOError
 from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.core.moves import DRIVE_SHIFT, BlockRecord, Forget, Touch
+from kvstore.tiers.nvme.lmdb_pages import DATA_MDB
 from kvstore.tiers.nvme.records import (
     DIGEST_NBYTES,
     ROW_DTYPES,
@@ -79,6 +80,8 @@ class IndexTables:
         self._env: Any = None  # lmdb has no types
         self._tables: dict[str, Any] = {}
         self._named: set[bytes] = set()  # namespaces that have their record
+        self._inode = 0, 0
+        self._file_nbytes = 0
 
     def open(self) -> None:
         """Open, or create when there is none. Blocks."""
@@ -96,6 +99,8 @@ class IndexTables:
         self._tables = {name: self._env.open_db(name.encode()) for name in _TABLES}
         with self._env.begin(db=self._tables["namespaces"]) as txn:
             self._named = set(txn.cursor().iternext(values=False))
+        stat = (self.path / DATA_MDB).stat()
+        self._inode, self._file_nbytes = (stat.st_dev, stat.st_ino), stat.st_size
 
     def close(self) -> None:
         """Idempotent."""
@@ -105,6 +110,7 @@ class IndexTables:
 
     def reopen(self) -> None:
         """After a failure lmdb may refuse everything until it is opened again."""
+        self._require_same_file()
         self.close()
         self.open()
 
@@ -157,9 +163,24 @@ class IndexTables:
         """All `ops` in their order in one transaction; durable on return.
 
         With a first block of a namespace goes the namespace's record, taken from `namespaces`. `hour`: of the clock, for
-        what is put. Grows the map when it is full.
+        what is put. Grows the map when it is full. Not to a file that was deleted or cut short, which only another start
+        can mend.
         """
+        self._require_same_file()
         self._named = self._write(lambda txn: self._apply(txn, ops, namespaces, hour))
+
+    def _require_same_file(self) -> None:
+        """lmdb would not notice that its file has no name any more, and a page that was cut off ends the process (SIGBUS)."""
+        try:
+            stat = (self.path / DATA_MDB).stat()
+            found = (stat.st_dev, stat.st_ino), stat.st_size
+        except FileNotFoundError:
+            found = (0, 0), 0
+        inode, nbytes = found
+        if inode != self._inode or nbytes < self._file_nbytes:
+            what = "deleted" if inode != self._inode else "cut short"
+            raise TierIOError(f"nvme: index {self.path}: its file was {what}; restart", tier="nvme", errno=errno.ENOENT)
+        self._file_nbytes = nbytes
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
