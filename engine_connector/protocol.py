@@ -28,8 +28,21 @@ What a connector may rely on:
 
 Block i of a request covers tokens [i * block_tokens, (i + 1) * block_tokens). `block_ids[i]` is the page that holds it.
 Only full blocks are loaded and saved. The last token of a prompt is never loaded: it must be computed for its logits.
+
+With one exception, a hand-over (`HandOver`): a prefill instance computes the prompt and its first token, a decode instance goes
+on. The producer saves the tail too, the tokens behind the prompt's last full block, as a block of its own key that lives for
+TAIL_KEEP_S; the consumer's request comes with its first token generated, so that all of the prompt can be loaded and its first
+step is a decode. In the tail's page the tail comes first; what is behind it is to be finite numbers, and means nothing: zeros,
+or what a producer computes next while the page is saved.
+
+    producer   [ full ][ full ][ tail | 0 ]         prefill, 1 token
+                  |       |        |                saves
+    store      [ hash ][ hash ][ tail_hash ]
+                  |       |        |                loads
+    consumer   [ full ][ full ][ tail | t ]         decode of token t, which came with the request
 """
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +91,14 @@ def _check_name(name: str, value: str, limit: int) -> None:
         raise ConfigError(f"{name}: {shown} {wrong}; use at most {limit} bytes of UTF-8", field=name, value=shown)
 
 
+class HandOver(enum.StrEnum):
+    """An instance's part in handing prompts over. An instance without one neither saves tails nor looks for them."""
+
+    PRODUCER = "producer"  # saves the tails of its prompts
+    CONSUMER = "consumer"  # loads tails for requests that come with their first token
+    BOTH = "both"  # of a pool in which each instance may hand over to each
+
+
 class Request(Protocol):
     """What a connector reads of an engine's request. Attributes are the engine's; the connector changes nothing."""
 
@@ -105,6 +126,12 @@ class Request(Protocol):
     @property
     def cache(self) -> CacheOptions:
         """Wishes that came with the request. The salt is in `block_hashes` already."""
+        ...
+
+    @property
+    def tail_hash(self) -> bytes:
+        """HashScheme.tail_hash of the prompt's tokens behind its last full block; b"" when there are none, or when this engine
+        hands nothing over."""
         ...
 
 
@@ -198,10 +225,10 @@ class SchedulerSide(Protocol):
     """Lives beside the engine's scheduler. Fast: it runs between steps; each call's own deadline is tens of ms."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens the store can give beyond `num_computed_tokens` (a multiple of block_tokens): a contiguous run, itself a
-        multiple of block_tokens, 0 when there is nothing worth loading. Owns nothing; may be asked again, as long as the
-        request waits and after each preemption. Who asks twice before update_state_after_alloc says that the request waits,
-        and that what it needs may be brought nearer meanwhile."""
+        """Tokens the store can give beyond `num_computed_tokens` (a multiple of block_tokens): a contiguous run of full blocks,
+        behind them perhaps the prompt's tail; 0 when there is nothing worth loading. Owns nothing; may be asked again, as long
+        as the request waits and after each preemption. Who asks twice before update_state_after_alloc says that the request
+        waits, and that what it needs may be brought nearer meanwhile."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:

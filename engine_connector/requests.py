@@ -18,6 +18,7 @@ R6 Blocks on a slower tier are prefetched for a request that waits, once: when i
    got pages since the first. Asked about once it may load in the same step, and then Acquire brings them.
 R7 A prompt that is to be pinned is pinned when all its full blocks are committed or held for others; again at the next
    occasion if the store had not all of them yet; for the last time, as far as the store has it, when it is forgotten.
+R8 A tail is saved in the step that ends with the prompt's last token, behind the prompt's full blocks, and counts as none.
 """
 
 import enum

@@ -11,12 +11,14 @@ import itertools
 import logging
 from collections.abc import Sequence
 
+from kvstore.client import Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
-from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, TAIL_KEEP_S
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
+    HandOver,
     LoadJob,
     Request,
     SaveJob,
@@ -40,9 +42,12 @@ class StoreSchedulerSide:
         *,
         block_tokens: int,
         clock: Clock,
+        hand_over: HandOver | None = None,
         load_deadline_s: float = LOAD_DEADLINE_S,
     ) -> None:
         assert block_tokens > 0
+        self._saves_tails = hand_over in (HandOver.PRODUCER, HandOver.BOTH)
+        self._loads_tails = hand_over in (HandOver.CONSUMER, HandOver.BOTH)
         self._session = session
         self._block_tokens = block_tokens
         self._clock = clock
@@ -71,7 +76,8 @@ class StoreSchedulerSide:
             return 0
         if any(match.tiers[first:]):
             self._prefetch_if_waiting(state, link, keys[: match.num_blocks])
-        return (match.num_blocks - first) * self._block_tokens
+        whole = self._loads_tails and match.num_blocks == len(keys) and keys[-1] == request.tail_hash
+        return (request.num_prompt_tokens if whole else match.num_blocks * self._block_tokens) - num_computed_tokens
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """See protocol.SchedulerSide. One Acquire."""
@@ -81,7 +87,7 @@ class StoreSchedulerSide:
         if num_external_tokens == 0:
             return
         first = state.matched_from_block
-        last = first + num_external_tokens // self._block_tokens
+        last = first + -(-num_external_tokens // self._block_tokens)
         keys = self._loadable_keys(request)[:last]
         assert len(keys) == last, "more tokens than were matched"
         link, wire_id = self._session.link, str(next(self._wire_ids))
@@ -106,11 +112,14 @@ class StoreSchedulerSide:
     def build_connector_meta(
         self, scheduled: Sequence[ScheduledRequest], preempted_request_ids: frozenset[str]
     ) -> ConnectorMetadata:
-        """See protocol.SchedulerSide. At most one Reserve for each request that fills a block in the step."""
+        """See protocol.SchedulerSide. At most one Reserve for each request that fills a block in the step, and one for the tail
+        of a prompt that is complete."""
         self._renew_when_due()
         loads, self._new_loads = tuple(self._new_loads), []
-        saves = tuple(job for item in scheduled if (job := self._reserve(item)) is not None)
-        return ConnectorMetadata(loads, saves, preempted_request_ids, self._session.boot_id)
+        saves = [
+            job for item in scheduled for job in (self._save_blocks(item), self._save_tail(item)) if job is not None
+        ]
+        return ConnectorMetadata(loads, tuple(saves), preempted_request_ids, self._session.boot_id)
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         """See protocol.SchedulerSide."""
@@ -162,7 +171,7 @@ class StoreSchedulerSide:
 
     # --- saving --------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, item: ScheduledRequest) -> SaveJob | None:
+    def _save_blocks(self, item: ScheduledRequest) -> SaveJob | None:
         """Slots for the blocks that are full once the step has run, from the first one that the store may lack.
 
         Blocks from the engine's own prefix cache are offered too: the store answers HELD for what it has, and after a
@@ -174,7 +183,7 @@ class StoreSchedulerSide:
             return None
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
         num_full = min(num_filled, len(request.block_hashes))
-        link, wire_id = self._session.link, str(next(self._wire_ids))
+        link = self._session.link
         if link is None:
             return None
         state.follow_boot(link.boot_id)
@@ -182,12 +191,8 @@ class StoreSchedulerSide:
             return None
         first = state.num_saved_blocks
         keys = list(request.block_hashes[first:num_full])
-        parent = request.block_hashes[first - 1] if first else b""
         state.num_offered_blocks = num_full
-        keep_s = request.cache.ttl_s
-        grant = self._session.ask(
-            link, lambda client, link: client.reserve(wire_id, link.namespace, keys, parent=parent, keep_s=keep_s)
-        )
+        grant = self._reserve(link, request, first, keys, request.cache.ttl_s)
         if grant is None:
             return None
         num_held = _num_not_declined(grant.statuses)
@@ -196,6 +201,33 @@ class StoreSchedulerSide:
         if grant.lease_id == 0:
             self._pin_when_held(state)
             return None
+        return self._save_granted(link, item, first, keys, grant)
+
+    def _save_tail(self, item: ScheduledRequest) -> SaveJob | None:
+        """A slot for the tail of a prompt that the step completes, behind its full blocks, which are held or being saved now.
+        Once its page holds generated tokens too, it is not saved any more."""
+        request = item.request
+        ends_prompt = item.num_computed_tokens + item.num_scheduled_tokens == request.num_prompt_tokens
+        if not (self._saves_tails and ends_prompt and request.tail_hash) or request.cache.no_store:
+            return None
+        link = self._session.link
+        if link is None:
+            return None
+        first, keys = request.num_prompt_tokens // self._block_tokens, [request.tail_hash]
+        grant = self._reserve(link, request, first, keys, min(request.cache.ttl_s or TAIL_KEEP_S, TAIL_KEEP_S))
+        return None if grant is None or grant.lease_id == 0 else self._save_granted(link, item, first, keys, grant)
+
+    def _reserve(self, link: Link, request: Request, first: int, keys: list[bytes], keep_s: float) -> Reserved | None:
+        wire_id, parent = str(next(self._wire_ids)), request.block_hashes[first - 1] if first else b""
+        return self._session.ask(
+            link, lambda client, link: client.reserve(wire_id, link.namespace, keys, parent=parent, keep_s=keep_s)
+        )
+
+    def _save_granted(
+        self, link: Link, item: ScheduledRequest, first: int, keys: list[bytes], grant: Reserved
+    ) -> SaveJob:
+        """`keys` are those of the request's blocks from `first` on."""
+        request, num_held = item.request, _num_not_declined(grant.statuses)
         granted = [i for i in range(num_held) if grant.statuses[i] == KeyStatus.GRANTED]
         moves = tuple(
             BlockMove(item.block_ids[first + i], offset, generation)
@@ -205,7 +237,7 @@ class StoreSchedulerSide:
         self._saves[job_id] = PendingSave(
             grant.lease_id, link.boot_id, request.request_id, first, tuple(keys[i] for i in granted)
         )
-        state.save_job_ids.add(job_id)
+        self._state(request).save_job_ids.add(job_id)
         return SaveJob(job_id, request.request_id, link.boot_id, moves)
 
     def _finish_save(self, job_id: int, written: tuple[bool, ...]) -> None:
@@ -246,8 +278,12 @@ class StoreSchedulerSide:
     # --- loading -------------------------------------------------------------------------------------------------------
 
     def _loadable_keys(self, request: Request) -> list[bytes]:
-        """All full blocks but one that holds the last token, which must be computed for its logits."""
-        return list(request.block_hashes[: (request.num_tokens - 1) // self._block_tokens])
+        """All full blocks but one that holds the last token, which must be computed for its logits. Behind those of a prompt
+        its tail, if the last token is beyond the prompt and not beyond the tail's page."""
+        num_loadable, num_prompt_tokens = request.num_tokens - 1, request.num_prompt_tokens
+        keys = list(request.block_hashes[: num_loadable // self._block_tokens])
+        is_last = len(keys) == num_prompt_tokens // self._block_tokens and num_loadable >= num_prompt_tokens
+        return [*keys, request.tail_hash] if self._loads_tails and is_last and request.tail_hash else keys
 
     def _prefetch_if_waiting(self, state: RequestState, link: Link, keys: list[bytes]) -> None:
         """R6."""

@@ -91,6 +91,11 @@ class TrackedRequest:
         return _NO_WISHES
 
     @property
+    def tail_hash(self) -> bytes:
+        """See protocol.Request. vLLM hashes full blocks only."""
+        return b""
+
+    @property
     def num_tokens(self) -> int:
         """See protocol.Request."""
         return self._request.num_tokens

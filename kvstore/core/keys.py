@@ -6,11 +6,12 @@ A block's address is (namespace, prefix hash). The namespace is the digest of ev
     root            = H("kvstore/root/1\\0" + seed)                          seed is UTF-8
     root with extra = H(root + for each extra key: u32le length + bytes)      LoRA, cache salt; only when there are any
     hash[i]         = H(hash[i-1] + token ids of block i as u32le + for each extra key of block i: u32le length + bytes)
+    tail            = H(hash before it + its token ids as u32le + u32le length of "kvstore/tail" + "kvstore/tail")
 
-Only full blocks have a hash. Nothing here reads the environment or calls `hash()`. The bytes are fixed by golden
-vectors in tests/unit/test_keys.py and written down in transport/WIRE.md. Chaining as in vLLM's prefix cache
-(vllm/v1/core/kv_cache_utils.py); ours differs in having a canonical byte encoding instead of pickle, and in keeping the
-model's identity in the namespace, which vLLM's hashes lack.
+Only full blocks have a hash, and the tail of a prompt that one instance hands over to another. Nothing here reads the
+environment or calls `hash()`. The bytes are fixed by golden vectors in tests/unit/test_keys.py and written down in
+transport/WIRE.md. Chaining as in vLLM's prefix cache (vllm/v1/core/kv_cache_utils.py); ours differs in having a canonical byte
+encoding instead of pickle, and in keeping the model's identity in the namespace, which vLLM's hashes lack.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from kvstore.core.errors import SpecMismatch
 
 _ROOT_DOMAIN = b"kvstore/root/1\0"
 _NAMESPACE_DOMAIN = b"kvstore/namespace/1\0"
+_TAIL_KEY = b"kvstore/tail"
 NAMESPACE_NBYTES = 16
 
 KVSTORE_PAGE_FORMAT = "kvstore:LHTPD"
@@ -119,6 +121,14 @@ class HashScheme:
             prefix = digest(prefix + packed[start : start + step] + _encode_extra(extra_keys.get(index, ())))
             append(prefix)
         return hashes
+
+    def tail_hash(self, token_ids: Sequence[int], *, parent: bytes | None = None) -> bytes:
+        """Hash of the tokens behind a prompt's last full block, of which `parent` is the hash (default: `root()`). No block's
+        hash and no other tail's: one that is a token longer shares nothing with it."""
+        assert 0 < len(token_ids) < self.block_tokens
+        prefix = self.root() if parent is None else parent
+        assert len(prefix) == self.digest_nbytes
+        return self._digest()(prefix + _pack_tokens(token_ids) + _encode_extra([_TAIL_KEY]))
 
     def _digest(self) -> Callable[[bytes], bytes]:
         assert self.algorithm in _ALGORITHMS, f"{self.algorithm} hashes are made by the engine"

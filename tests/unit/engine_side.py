@@ -11,6 +11,7 @@ from kvstore.core.plans import TIERS, Match
 from kvstore.engine_connector.protocol import (
     CacheOptions,
     ConnectorMetadata,
+    HandOver,
     LoadJob,
     SaveJob,
     ScheduledRequest,
@@ -38,6 +39,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.block_hashes = SPEC.hash.hash_blocks([self.family] * (self.num_blocks * BLOCK))
+
+    @property
+    def tail_hash(self) -> bytes:
+        parent = self.block_hashes[-1] if self.block_hashes else None
+        return SPEC.hash.tail_hash([self.family] * self.extra, parent=parent) if self.extra else b""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,12 +87,12 @@ class Client(InProcessClient):
 class Side:
     """A scheduler side of one engine, with what its engine and worker would do."""
 
-    def __init__(self, sidecar: InProcessSidecar, name: bytes) -> None:
+    def __init__(self, sidecar: InProcessSidecar, name: bytes, *, hand_over: HandOver | None = None) -> None:
         self.sidecar = sidecar
         self.client = Client(sidecar, name.ljust(16))
         self.session = StoreSession(self.client)
         self.reconnect()
-        self.side = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=sidecar.clock)
+        self.side = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=sidecar.clock, hand_over=hand_over)
 
     def reconnect(self) -> None:
         """What the session's background thread does."""

@@ -52,6 +52,24 @@ def test_golden_vectors_of_sha256() -> None:
     assert scheme.hash_blocks(TOKENS)[1].hex() == "1c5e2eecb09ce83f7a748caaa94ff9943c1ec8a38b89b0b1a3f725d4ecad751f"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "behind_two_blocks", "behind_none"),
+    [
+        ("xxh3_128", "27b7569d27d3c06c5727318c0220a0f0", "c7300e89b28f33ae418039078c471a6a"),
+        (
+            "sha256",
+            "142cf0bfa270fb4fc78541c6d41bbe0b3823ace3706f3382f22947ec41e583e5",
+            "1d555ce336dcc79808f22f2f185bef1108956245867d32500da0eb9483f8b84c",
+        ),
+    ],
+)
+def test_golden_vectors_of_a_tail(algorithm: str, behind_two_blocks: str, behind_none: str) -> None:
+    scheme = HashScheme(algorithm=algorithm)
+
+    assert scheme.tail_hash(TOKENS[32:], parent=scheme.hash_blocks(TOKENS)[-1]).hex() == behind_two_blocks
+    assert scheme.tail_hash(TOKENS[:3]).hex() == behind_none
+
+
 def test_golden_vectors_of_the_spec() -> None:
     assert SPEC.canonical() == (
         b'{"block_tokens":16,"dtype":"float16","group":"full","hash":{"algorithm":"xxh3_128","block_tokens":16'
@@ -101,6 +119,22 @@ def test_extra_keys_separate_sequences_and_do_not_run_together() -> None:
     roots = {scheme.root(extra) for extra in ([], [b""], [b"ab"], [b"a", b"b"], [b"b", b"a"], [b"ab", b""])}
 
     assert len(roots) == 6
+
+
+def test_tails_meet_no_other_tail_and_no_block() -> None:
+    scheme = HashScheme()
+    (parent,) = scheme.hash_blocks(TOKENS[:16])
+    tails = {scheme.tail_hash(TOKENS[16 : 16 + count], parent=parent) for count in range(1, 16)}
+    tails |= {scheme.tail_hash(TOKENS[16:20]), scheme.tail_hash(TOKENS[16:20], parent=scheme.root([b"salt"]))}
+
+    assert len(tails) == 17
+    assert tails.isdisjoint(HashScheme(block_tokens=4).hash_blocks(TOKENS[16:20], parent=parent))
+
+
+@pytest.mark.parametrize("count", [0, 16])
+def test_a_tail_is_part_of_a_block(count: int) -> None:
+    with pytest.raises(AssertionError):
+        HashScheme().tail_hash(TOKENS[:count])
 
 
 def test_another_process_makes_the_same_bytes() -> None:
