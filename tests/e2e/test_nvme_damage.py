@@ -310,6 +310,37 @@ def test_a_data_file_that_is_swapped_for_another_is_noticed_before_it_is_believe
     assert service.engine.num_found(chain(1)) == service.engine.num_found(chain(2)) == 0
 
 
+@pytest.mark.parametrize("damage", ["deleted", "cut short"])
+def test_an_index_that_vanishes_while_it_is_used_is_noticed_before_anything_else_relies_on_it(
+    service: Service, damage: str
+) -> None:
+    """Without a look lmdb writes on into a file that nobody finds again, or ends the process with SIGBUS."""
+    service.put_durably(1)
+    service.restart()
+    index = service.directories[0] / "index" / "data.mdb"
+    if damage == "deleted":
+        index.unlink()
+    else:
+        os.truncate(index, 2 * 4096)
+
+    for seed in range(2, 6):
+        service.require_service_from_ram(seed)
+
+    service.wait_for("degraded")
+    assert f"its file was {damage}" in service.reason()
+    service.require_all(1)
+    wait_until(lambda: writes_refused(service), "writes stop")
+
+    service.restart()
+    assert service.states() == ["ready" if damage == "deleted" else "off"]
+    service.require_service_from_ram(6)
+
+
+def writes_refused(service: Service) -> bool:
+    service.engine.put(chain(100 + service.engine.tally["stored"], num_blocks=1))
+    return service.counters["failed_writes_gone_total"] > 0
+
+
 @pytest.mark.parametrize("damage", ["scribbled", "cut short"])
 def test_an_index_that_is_damaged_turns_the_drive_off_and_nothing_else(service: Service, damage: str) -> None:
     service.put_durably(1)
@@ -365,7 +396,11 @@ def test_a_full_file_system_stops_writes_until_there_is_room_again(tmp_path: Pat
         service.wait_for("ready")
         service.settle()
         service.restart()
-        service.require_all(*range(1, seeds))
+        num_found = {seed: service.engine.num_found(chain(seed)) for seed in range(1, seeds)}
+        assert num_found[1] == CHAIN_BLOCKS
+        assert sum(num_found.values()) > CHAIN_BLOCKS, "what was written before the index was full"
+        for seed, count in num_found.items():
+            assert service.engine.get(chain(seed)) == Counter(right=count)
         service.put_durably(11)
     assert "committed again" in service.sidecar.log
 
