@@ -39,6 +39,7 @@ class Admission:
         if num_waiting == 0:
             self._queued_since_s = None
             self._departures_s.clear()
+            self._promised_s = 0.0
             return
         if self._queued_since_s is None:
             self._queued_since_s = now_s

@@ -34,7 +34,7 @@ from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
 from kvstore.engine_connector.engine.sequence import FinishReason
 from kvstore.engine_connector.engine.sequence import Sequence as EngineSequence
 from kvstore.engine_connector.fingerprint import weights_fingerprint
-from kvstore.engine_connector.protocol import Connector
+from kvstore.engine_connector.protocol import Connector, SessionHints
 from kvstore.kernels.paged import allocate_pages
 
 Prompt = str | Sequence[int]
@@ -166,13 +166,19 @@ class LLM:
         *,
         options: RequestOptions | None = None,
         request_id: str | None = None,
+        first_token_ids: Sequence[int] = (),
     ) -> str:
         """Queue a request for `step` and return its id. Raises ConfigError as generate does, or for an id that is in use,
-        or not 1 to MAX_REQUEST_ID_BYTES of UTF-8; QueueFull when max_waiting requests wait already."""
+        or not 1 to MAX_REQUEST_ID_BYTES of UTF-8; QueueFull when max_waiting requests wait already.
+
+        `first_token_ids` begin the answer: another instance generated them and hands over the prompt (protocol.HandOver). They
+        count as generated, and their text comes with the first token that is generated here.
+        """
         params = params or SamplingParams()
         token_ids = self._check(prompt, params)
+        self._check_first(len(token_ids), first_token_ids, params)
         self._admission.check(self._scheduler.num_waiting, self._clock.now_s())
-        return self._add(token_ids, params, options, request_id, inbox=None).request_id
+        return self._add(token_ids, params, options, request_id, inbox=None, first_token_ids=first_token_ids).request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, all samples of it, and return what it has: the output of the first sample that had not ended.
@@ -200,6 +206,11 @@ class LLM:
         return deltas
 
     @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt may have; the context, the pages and the setting of this name are what bounds it."""
+        return self._limit.tokens
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether a request has not ended, or `step` has yet to hand out its tokens."""
         return self._scheduler.has_unfinished or bool(self._deltas)
@@ -219,6 +230,16 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget what the engine's own pages hold; the store keeps what it has."""
         self._blocks.forget_all()
+
+    def expect_session(self, session_id: str) -> int:
+        """A request of this session comes soon (protocol.SessionHints): blocks of it that the store has; 0 without a store."""
+        hints = self._connector.scheduler
+        return hints.expect_session(session_id) if isinstance(hints, SessionHints) else 0
+
+    def end_session(self, session_id: str) -> int:
+        """No request of this session comes any more; likewise."""
+        hints = self._connector.scheduler
+        return hints.end_session(session_id) if isinstance(hints, SessionHints) else 0
 
     def stats(self) -> EngineStats:
         """Figures for metrics and admission; cheap enough for each scrape."""
@@ -332,6 +353,7 @@ class LLM:
         request_id: str | None,
         *,
         inbox: list[TokenDelta] | None,
+        first_token_ids: Sequence[int] = (),
     ) -> _Live:
         if self._closed:
             raise ConfigError("llm: closed; make another", field="llm", value="closed")
@@ -340,7 +362,8 @@ class LLM:
         checks.check_request_id(request_id)
         sequence = EngineSequence(
             request_id=request_id,
-            token_ids=token_ids,
+            token_ids=[*token_ids, *first_token_ids],
+            num_prompt_tokens=len(token_ids),
             params=params,
             arrival=arrival,
             arrival_s=self._clock.now_s(),
@@ -361,6 +384,12 @@ class LLM:
         checks.check_prompt(token_ids, self._limit, self.tokenizer.vocab_size)
         checks.check_samples(params.n, self._max_batch)
         return token_ids
+
+    def _check_first(self, num_prompt_tokens: int, first_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if first_token_ids:
+            ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
+            checks.check_first_tokens(first_token_ids, self.tokenizer.vocab_size, ends, params.n, params.max_tokens)
+            checks.check_prompt_length(num_prompt_tokens + len(first_token_ids), self._limit)
 
     def _abort_unfinished(self, lives: Sequence[_Live]) -> None:
         for live in lives:
