@@ -253,8 +253,8 @@ def test_another_model_finds_nothing_and_takes_nothing_away(tmp_path: Path, othe
 
     with running(tmp_path, "drive", spec=SPEC) as again:
         assert again.has(1)
-    with running(tmp_path, "drive", spec=other) as at_last:
-        assert at_last.engine.get(chain(1, other)) == Counter(right=CHAIN_BLOCKS)
+        with LoadClient(again.sidecar.socket, other, []).client as client:
+            assert client.namespaces[0].num_blocks == CHAIN_BLOCKS
 
 
 def test_a_format_that_is_newer_is_refused_and_left_alone(tmp_path: Path) -> None:
