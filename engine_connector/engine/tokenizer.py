@@ -85,6 +85,15 @@ class BPETokenizer:
         """Text of `token_ids`; control tokens have none; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self._bytes[token_id] for token_id in token_ids).decode(errors="replace")
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What one token stands for; b"" for a control token."""
+        return self._bytes[token_id]
+
+    def name_of(self, token_id: int) -> str:
+        """A token as the vocabulary writes it; "" for an id without one."""
+        name: str | None = self._text.id_to_token(token_id)
+        return name or ""
+
     def stream_decoder(self) -> "StreamDecoder":
         """A decoder for one sequence's tokens as they come."""
         return StreamDecoder(self._bytes)

@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": "kvstore.cli.bench:bench",
     "check": "kvstore.cli.check:check",
     "demo": "kvstore.cli.demo:demo",
+    "engine": "kvstore.cli.engine:engine",
     "serve": "kvstore.cli.serve:serve",
     "stat": "kvstore.cli.stat:stat",
 }
@@ -21,6 +22,7 @@ SHORT_HELP = {
     "bench": "Measure a server.",
     "check": "Verify what is on a drive, and repair it.",
     "demo": "Show two engine processes share one prefill.",
+    "engine": "Run the included engine.",
     "serve": "Run the sidecar.",
     "stat": "Show what a running sidecar holds.",
 }
