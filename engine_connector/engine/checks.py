@@ -87,16 +87,40 @@ def check_dtype(kv_dtype: str) -> None:
 
 def check_prompt(token_ids: Sequence[int], limit: LengthLimit, vocab_size: int) -> None:
     """Empty, too long, or with tokens that the model does not have."""
-    num_tokens = len(token_ids)
-    if num_tokens == 0:
+    if len(token_ids) == 0:
         raise ConfigError("prompt: empty; give at least one token", field="prompt", value=0)
-    if num_tokens > limit.tokens:
-        raise ConfigError(f"prompt: {num_tokens} tokens are more than {limit.reason}", field="prompt", value=num_tokens)
+    check_prompt_length(len(token_ids), limit)
     bad = next((i for i in token_ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         raise ConfigError(
             f"prompt: token id {bad} is out of range; use 0 to {vocab_size - 1}", field="prompt", value=bad
         )
+
+
+def check_prompt_length(num_tokens: int, limit: LengthLimit) -> None:
+    """Of the prompt, with the tokens of its answer that came with it."""
+    if num_tokens > limit.tokens:
+        raise ConfigError(f"prompt: {num_tokens} tokens are more than {limit.reason}", field="prompt", value=num_tokens)
+
+
+def check_first_tokens(
+    token_ids: Sequence[int], vocab_size: int, stop_ids: frozenset[int], n: int, max_tokens: int
+) -> None:
+    """The beginning of an answer that another instance generated: of one sample, of which something is left to generate."""
+    bad = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        problem, value = f"token id {bad} is out of range; use 0 to {vocab_size - 1}", bad
+    elif n != 1:
+        problem, value = f"given for n = {n} samples; give them for one", n
+    elif len(token_ids) >= max_tokens:
+        problem = f"{len(token_ids)} tokens leave nothing to generate; give fewer than max_tokens {max_tokens}"
+        value = len(token_ids)
+    elif ended := stop_ids.intersection(token_ids):
+        value = min(ended)
+        problem = f"token id {value} ends the answer; there is nothing to take over"
+    else:
+        return
+    raise ConfigError(f"first_token_ids: {problem}", field="first_token_ids", value=value)
 
 
 def check_samples(n: int, max_batch: int) -> None:

@@ -25,8 +25,8 @@ class RequestOutput:
     num_fetched_tokens: int  # loaded from the store; what failed to load is not counted
     num_resumed_tokens: int = 0  # of those fetched: loaded after a preemption, generated tokens among them
     num_preemptions: int
-    logit_gaps: tuple[float, ...]  # per generated token: best minus second-best logit
-    logprobs: tuple[TokenLogprob, ...] | None = None  # per generated token, when they were asked for
+    logit_gaps: tuple[float, ...]  # per token: best minus second-best logit; nan for those that came with the request
+    logprobs: tuple[TokenLogprob, ...] | None = None  # per token generated here, when they were asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

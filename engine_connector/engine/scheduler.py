@@ -325,7 +325,7 @@ class Scheduler:
         sequence.num_asks_ahead = 0
         self.num_admitted += sequence.counts.preemptions == 0
         sequence.counts.local_cached += num_local
-        loadable = self._num_loadable_blocks(sequence) * self._config.block_tokens - num_local
+        loadable = sequence.num_tokens - 1 - num_local
         wanted = min(self._connector.get_num_new_matched_tokens(sequence, num_local), loadable)
         sequence.num_loading_tokens = wanted
         self._connector.update_state_after_alloc(sequence, sequence.block_ids, wanted)
@@ -345,13 +345,14 @@ class Scheduler:
         for request_id in output.finished_loading & self._loading.keys():
             sequence = self._loading[request_id]
             first, step = sequence.num_computed_tokens // self._config.block_tokens, self._config.block_tokens
-            loaded = sequence.block_ids[first : first + sequence.num_loading_tokens // step]
+            loaded = sequence.block_ids[first : first + -(-sequence.num_loading_tokens // step)]
             good = next((i for i, page in enumerate(loaded) if page in output.failed_block_ids), len(loaded))
+            num_loaded = min(good * step, sequence.num_loading_tokens)  # the last block may be the prompt's tail
             sequence.num_loading_tokens = 0
-            sequence.num_computed_tokens += good * step
-            sequence.counts.fetched += good * step
-            sequence.counts.resumed += good * step if sequence.counts.preemptions else 0
-            self._publish(sequence, first, first + good)
+            sequence.num_computed_tokens += num_loaded
+            sequence.counts.fetched += num_loaded
+            sequence.counts.resumed += num_loaded if sequence.counts.preemptions else 0
+            self._publish(sequence, first, first + num_loaded // step)
             if good < len(loaded) and sequence.options.load_failure == "fail":
                 sequence.error = f"{len(loaded) - good} of {len(loaded)} blocks did not come from the store"
                 self._failed.append(sequence)

@@ -5,6 +5,7 @@ A request for n samples is one sequence until its prompt is computed; then it fo
 """
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Self
@@ -77,7 +78,7 @@ class Sequence:
     options: RequestOptions = field(default_factory=RequestOptions)
     group_id: str = ""
     index: int = 0
-    num_prompt_tokens: int = field(init=False)
+    num_prompt_tokens: int = 0  # 0: all tokens; those behind were generated elsewhere and came with the request
     status: Status = Status.WAITING
     block_ids: list[int] = field(default_factory=list)  # page of each block
     num_computed_tokens: int = 0  # tokens whose KV is in the pages and confirmed
@@ -94,14 +95,26 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.group_id = self.group_id or self.request_id
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
         self.block_hashes = self.block_hashes or self.hash_scheme.hash_blocks(self.token_ids, parent=self._root)
         self.text = self.new_text()
+        for token_id in self.output_ids:
+            self.logit_gaps.append(math.nan)
+            self.logprobs.append(None)
+            self.text.push(token_id)
 
     @property
     def cache(self) -> CacheOptions:
         """See protocol.Request."""
         return self.options.cache
+
+    @property
+    def tail_hash(self) -> bytes:
+        """See protocol.Request."""
+        num_full = self.num_prompt_tokens // self.hash_scheme.block_tokens
+        tail = self.token_ids[num_full * self.hash_scheme.block_tokens : self.num_prompt_tokens]
+        parent = self.block_hashes[num_full - 1] if num_full else self._root
+        return self.hash_scheme.tail_hash(tail, parent=parent) if tail else b""
 
     @property
     def num_tokens(self) -> int:
