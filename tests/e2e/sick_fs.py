@@ -35,13 +35,20 @@ def needs_loop_devices() -> None:
 @contextlib.contextmanager
 def mounted(kind: str, source: str, options: str) -> Iterator[Path]:
     """A file system for a while; everything on it must be closed by then."""
-    folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
-    _run("mount", "-t", kind, "-o", options, source, str(folder))
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
+        stack.callback(folder.rmdir)
+        _run("mount", "-t", kind, "-o", options, source, str(folder))
+        stack.callback(_unmount, folder)
         yield folder
-    finally:
+
+
+def _unmount(folder: Path) -> None:
+    try:
         _run("umount", str(folder))
-        folder.rmdir()
+    except subprocess.CalledProcessError:
+        _run("umount", "--lazy", str(folder))  # gone when the last user is
+        raise
 
 
 def remount(folder: Path, options: str) -> None:
