@@ -15,7 +15,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.engine.llm import LLM, RequestOutput
 from kvstore.engine_connector.engine.sampler import SamplingParams
-from kvstore.engine_connector.protocol import Connector, Pages
+from kvstore.engine_connector.protocol import Connector, HandOver, Pages
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.worker_side import StoreWorkerSide
@@ -70,13 +70,25 @@ class WatchedWorker(StoreWorkerSide):
 class Engine:
     """An LLM with a store, checked after every request and when it closes."""
 
-    def __init__(self, model: Path, socket: Path, *, before: Hook, call_deadline_s: float, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        socket: Path,
+        *,
+        before: Hook,
+        call_deadline_s: float,
+        hand_over: HandOver | None = None,
+        **settings: Any,
+    ) -> None:
         self._socket, self._before, self._call_deadline_s = socket, before, call_deadline_s
+        self._hand_over = hand_over
         self.llm = LLM(model, connector_factory=self._connect, **(SMALL | settings))
 
     def _connect(self, spec: KVSpec) -> Connector:
         self.session = self._open_session(instance=uuid.uuid4().bytes, role=pb.BOTH, specs=[spec])
-        self.scheduler = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=MonotonicClock())
+        self.scheduler = StoreSchedulerSide(
+            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over
+        )
         return Connector(self.scheduler, WatchedWorker(self.session, self._before))
 
     def _open_session(self, **hello: Any) -> StoreSession:
@@ -110,7 +122,9 @@ class SplitEngine(Engine):
         instance = uuid.uuid4().bytes
         self.session = self._open_session(instance=instance, role=pb.SCHEDULER, specs=[spec], want_arena=False)
         self.worker_session = self._open_session(instance=instance, role=pb.WORKER)
-        self.scheduler = StoreSchedulerSide(self.session, block_tokens=BLOCK, clock=MonotonicClock())
+        self.scheduler = StoreSchedulerSide(
+            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over
+        )
         return Connector(self.scheduler, WatchedWorker(self.worker_session, self._before))
 
     def close(self) -> None:
