@@ -548,7 +548,10 @@ def test_a_drive_that_hangs_in_a_write_is_read_on_and_holds_up_nothing_in_ram(tm
                 service.require_service_from_ram(seed)
             assert service.counters["evicted_blocks_total"] > 0
             assert nvme_of(stats_of(service.sidecar)).writing_bytes > 0
+            service.wait_for("degraded")
+            assert "hangs" in service.reason()
 
+        service.wait_for("ready")
         wait_until(
             lambda: service.counters["demoted_blocks_total"] >= CHAIN_BLOCKS, "what hung is written", STATE_DEADLINE_S
         )

@@ -22,6 +22,31 @@ def bench() -> Iterator[Callable[..., Bench]]:
         yield make
 
 
+# --- hanging ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("urgency", [READ, WRITE])
+def test_an_io_that_does_not_come_back_is_told_until_it_does(bench, urgency):
+    b = bench(threads=2)
+    b.write([1, 2])
+    checksum = b.written[PAGE].checksum
+    b.file.inside.clear()
+    b.file.held = {1}
+    held = b.move(urgency, 1, arena_page=1, checksum=checksum)
+    b.drive.submit([held])
+    b.file.wait_until_inside(1)
+
+    b.now_s += 9.0
+    assert b.drive.health()[:2] == ("ready", "")
+    b.now_s += 2.0
+    assert b.drive.health()[:2] == ("degraded", "hangs: an I/O has not come back for 11 s")
+    assert b.read([2]) == [None], "others come through"
+
+    b.file.let_go()
+    assert b.wait([held]) == [None]
+    assert b.drive.health()[:2] == ("ready", "")
+
+
 # --- health -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """A drive's threads: they carry out moves between the arena and its data file, and learn from what fails."""
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -26,6 +27,8 @@ _HAND_OVER_BYTES = 256 << 10
 """A check of less is done sooner than another thread wakes."""
 _IDLE_WAIT_S = 60.0
 """An idle thread looks up so often, though every submit wakes one."""
+_HANG_S = 10.0
+"""An I/O in flight for so long is told: no drive that is well takes a tenth of it."""
 _REPORT_DEADLINE_S = 1.0
 """Callbacks are short: one that runs when the drive is given up is waited for so long."""
 
@@ -87,7 +90,7 @@ class Drive:
         self._unchecked: deque[_IO] = deque()  # read
         self._summed: deque[_IO] = deque()  # to be written
         self._num_ahead = 0  # summed or being so
-        self._num_in_flight = 0
+        self._begun_s: dict[int, float] = {}  # of each I/O in flight, by its id()
         self._num_writing = 0  # part of those in flight
         self._num_open = 0  # I/Os taken and not reported
         self._num_idle = 0
@@ -134,6 +137,9 @@ class Drive:
             ]
             if self._problems["deleted"]:
                 reasons.insert(0, "the data file was deleted")
+            waited_s = self._monotonic() - min(self._begun_s.values(), default=math.inf)
+            if waited_s >= _HANG_S:
+                reasons.append(f"hangs: an I/O has not come back for {waited_s:.0f} s")
             problems = {name: count for name, count in self._problems.items() if count}
         return IOHealth("degraded" if reasons else "ready", "; ".join(reasons), problems)
 
@@ -180,9 +186,10 @@ class Drive:
             return self._begin(self._queue.take_reads(), self._read)
         if self._may_write():
             self._num_ahead -= 1
-            self._num_in_flight += 1
             self._num_writing += 1
-            return _Step(self._write, self._summed.popleft())
+            io = self._summed.popleft()
+            self._begun_s[id(io)] = self._monotonic()
+            return _Step(self._write, io)
         if self._unchecked:
             return _Step(self._check, self._unchecked.popleft())
         if self._may_sum():
@@ -193,12 +200,10 @@ class Drive:
         return self._may_read() or self._may_write() or bool(self._unchecked) or self._may_sum()
 
     def _may_read(self) -> bool:
-        return self._queue.has_reads and self._num_in_flight < self._max_in_flight
+        return self._queue.has_reads and len(self._begun_s) < self._max_in_flight
 
     def _may_write(self) -> bool:
-        return (
-            bool(self._summed) and self._num_in_flight < self._max_in_flight and self._num_writing < self._max_writing
-        )
+        return bool(self._summed) and len(self._begun_s) < self._max_in_flight and self._num_writing < self._max_writing
 
     def _may_sum(self) -> bool:
         return self._queue.has_writes and self._num_ahead < _CHECKSUM_THREADS
@@ -218,7 +223,7 @@ class Drive:
         if writes:
             self._num_ahead += 1
         else:
-            self._num_in_flight += 1
+            self._begun_s[id(io)] = self._monotonic()
         return _Step(run, io)
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -226,7 +231,7 @@ class Drive:
     def _read(self, io: "_IO") -> None:
         io.problems = self._slots.read(io.moves)
         with self._changed:
-            self._num_in_flight -= 1
+            del self._begun_s[id(io)]
             if self._num_idle and self._may_read() and io.nbytes >= _HAND_OVER_BYTES:
                 self._unchecked.append(io)  # for the thread that this one wakes when it begins the next read
                 return
@@ -251,7 +256,7 @@ class Drive:
         linked = self._look_for_file()
         io.problems = self._slots.write(io.moves) if linked else [MoveProblem.GONE] * len(io.moves)
         with self._changed:
-            self._num_in_flight -= 1
+            del self._begun_s[id(io)]
             self._num_writing -= 1
         self._finish(io)
 
