@@ -7,7 +7,17 @@ import click
 
 from benchmarks.harness import as_markdown, machine_card, show
 
-NAMES = ("hashing", "rpc", "blocks", "nvme", "nvme_restart", "overhead", "index_memory", "engine_speed")
+NAMES = (
+    "hashing",
+    "rpc",
+    "blocks",
+    "nvme",
+    "nvme_restart",
+    "overhead",
+    "index_memory",
+    "engine_speed",
+    "disaggregation",
+)
 
 _HEAD = """# Results
 

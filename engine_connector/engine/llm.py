@@ -220,6 +220,10 @@ class LLM:
         """Whether the connector still saves or loads pages of requests that have ended."""
         return self._scheduler.is_draining
 
+    def in_use(self, request_id: str) -> bool:
+        """Whether the request has not ended, or pages of it are still being saved: others may not find them all yet."""
+        return request_id in self._live or self._scheduler.in_use([request_id])
+
     def drain(self, deadline_s: float) -> bool:
         """Step until the connector is done with the pages of finished requests; False when the deadline came first."""
         end_s = time.monotonic() + deadline_s

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import all as all_benchmarks  # noqa: E402 (benchmarks is not installed)
-from benchmarks import blocks, hashing, index_memory, nvme, nvme_restart, overhead, rpc  # noqa: E402
+from benchmarks import blocks, disaggregation, hashing, index_memory, nvme, nvme_restart, overhead, rpc  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Report,
     Samples,
@@ -71,6 +71,23 @@ def test_the_overhead_benchmark_prints_one_json_object(tmp_path: Path) -> None:
     check_report(report)
     assert [row["store"] for row in report["rows"]] == ["off", "on"]
     assert [row["n"] for row in report["rows"]] == [2, 2]
+
+
+@pytest.mark.e2e
+def test_the_disaggregation_benchmark_hands_every_prompt_over(tmp_path: Path) -> None:
+    from tiny_llama import random_tensors, write_gguf
+
+    model = write_gguf(tmp_path / "tiny.gguf", random_tensors())
+    sizes = "--prompt-tokens 40 --max-tokens 4 --requests 3 --rounds 1".split()
+
+    result = CliRunner().invoke(disaggregation.main, ["--model", str(model), *sizes, "--json"], catch_exceptions=False)
+
+    report = json.loads(result.stdout)
+    check_report(report)
+    assert [row["n"] for row in report["rows"]] == [6, 6]
+    assert all(0 < row["itl_p50_ms"] <= row["itl_max_ms"] for row in report["rows"])
+    (prefilled,) = (goal for goal in report["goals"] if "prefilled" in goal["text"])
+    assert prefilled["met"]
 
 
 def test_the_table_is_for_people() -> None:
