@@ -1,7 +1,8 @@
 """OpenAI's HTTP API over the included engine. The route of a request through the files:
 
     connections     a socket, bounded: how many, how long without a request, how much unread
-    server          the routes; a body is read within a deadline and a limit
+    server          the routes, and how a server starts and ends
+    bodies          a body, read within a limit and a deadline
     wire            body and headers -> the fields we know, each checked; what we do not know is refused by its name
     prompts         text, token ids or chat messages -> token ids, on threads of their own
     engine_thread   the one thread that owns the LLM: commands in through one queue, tokens out to each request

@@ -20,6 +20,7 @@ from kvstore.engine_connector.engine.api_server.answers import (
     choice_numbers,
     usage_of,
 )
+from kvstore.engine_connector.engine.api_server.bodies import Bodies
 from kvstore.engine_connector.engine.api_server.connections import ConnectionLimits, Connections
 from kvstore.engine_connector.engine.api_server.engine_thread import EngineRequest, EngineThread, Generation
 from kvstore.engine_connector.engine.api_server.event_stream import EventStream
@@ -40,14 +41,14 @@ from kvstore.engine_connector.protocol import CacheOptions
 
 logger = logging.getLogger(__name__)
 
-_BODY_DEADLINE_S = 30.0
-"""A body that is not there by then: 408."""
-
 _KEEPALIVE_S = 75.0
 """A connection without a request for so long is closed."""
 
 _LINGER_S = 2.0
 """After an error: how long the rest of a body is read, so that the client sees the answer."""
+
+_CLIENT_GONE = 499
+"""Told to nobody; aiohttp wants an answer to throw away."""
 
 _CLOSE_RESPONSES_S = 1.0
 """When the server ends: for answers that are being written."""
@@ -74,6 +75,7 @@ class ApiServer:
     def __init__(self, config: ServerConfig, open_llm: Callable[[], LLM]) -> None:
         self._config = config
         self._engine = EngineThread(open_llm, on_death=self.stop)
+        self._bodies = Bodies(config.max_body_bytes)
         self._stopping = asyncio.Event()
         self._started_s = int(time.time())
 
@@ -98,7 +100,6 @@ class ApiServer:
 
     async def _serve(self, on_ready: Callable[[int], None]) -> None:
         self._prompts = Prompts(self._llm.tokenizer)
-        # Bodies are read as they are: a compressed one could unfold to any size.
         runner = web.AppRunner(
             self._application(),
             access_log=None,
@@ -124,7 +125,7 @@ class ApiServer:
             await self._connections.abort()
 
     def _application(self) -> web.Application:
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._answer_errors])
+        app = web.Application(middlewares=[self._answer_errors])
         app.add_routes(
             [
                 web.get("/v1/models", self._list_models),
@@ -150,20 +151,19 @@ class ApiServer:
             response = err.to_response()
         except KVStoreError as err:
             response = refusal_of(err).to_response()
-        except web.HTTPException as err:  # aiohttp's own: no such route, no such method, a body that is too large
-            response = self._refusal_of_http(request, err).to_response()
+        except web.HTTPException as err:  # aiohttp's own: no such route, no such method
+            response = Refusal(err.status, f"{request.method} {request.path[:200]}: {err.reason}").to_response()
             response.headers.update({name: err.headers[name] for name in ("Allow",) if name in err.headers})
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             self._figures.hangups.inc()
             raise
+        except ConnectionError as err:
+            self._figures.hangups.inc()
+            logger.info("client gone reason=%s", err)
+            return web.Response(status=_CLIENT_GONE)
         resource = request.match_info.route.resource
         self._figures.responses.labels(resource.canonical if resource else "", str(response.status)).inc()
         return response
-
-    def _refusal_of_http(self, request: web.Request, err: web.HTTPException) -> Refusal:
-        if isinstance(err, web.HTTPRequestEntityTooLarge):
-            return Refusal(err.status, f"body: more than {self._config.max_body_bytes} bytes", param="body")
-        return Refusal(err.status, f"{request.method} {request.path[:200]}: {err.reason}")
 
     # --- what the server is --------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class ApiServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         """200 while the engine's thread answers."""
-        await self._engine.call(lambda _: None, deadline_s=self._config.request_deadline_s)
+        await self._engine.call(lambda _: None)
         return web.Response(text="ok\n")
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -219,35 +219,12 @@ class ApiServer:
     # --- generation ----------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_completion(await self._read_body(request))
+        asked = parse_completion(await self._bodies.read(request))
         return await self._generate(request, asked, CompletionForm)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_chat(await self._read_body(request))
+        asked = parse_chat(await self._bodies.read(request))
         return await self._generate(request, asked, ChatForm)
-
-    async def _read_body(self, request: web.Request) -> bytes:
-        if request.content_type != "application/json":
-            raise Refusal(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"Content-Type: {request.content_type[:100]!r}; use application/json",
-                param="Content-Type",
-            )
-        if encoding := request.headers.get("Content-Encoding"):
-            raise Refusal(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"Content-Encoding: {encoding[:100]!r} is not supported; leave it out",
-                param="Content-Encoding",
-            )
-        if (request.content_length or 0) > self._config.max_body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._config.max_body_bytes, request.content_length or 0)
-        try:
-            async with asyncio.timeout(_BODY_DEADLINE_S):
-                return await request.read()
-        except TimeoutError:
-            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"body: not there within {_BODY_DEADLINE_S:g} s") from None
-        except web.RequestPayloadError as err:
-            raise Refusal(HTTPStatus.BAD_REQUEST, "body: broken off, or badly chunked", param="body") from err
 
     async def _generate(
         self,
