@@ -150,7 +150,7 @@ def test_a_connection_without_a_whole_hello_is_closed_at_its_deadline(tmp_path: 
 
 def test_half_a_frame_and_silence_is_closed_at_its_deadline(tmp_path: Path) -> None:
     def talk(house: House) -> None:
-        with raw(house) as half, house.client() as other:
+        with house.client() as other, raw(house) as half:
             half.sendall(hello())
             assert half.recv(1 << 16)
             half.sendall(encode_frame(Verb.STATS, Kind.REQUEST, 2, b"")[:-3])
