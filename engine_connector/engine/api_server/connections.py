@@ -7,13 +7,19 @@ read and written.
 
 import asyncio
 import contextlib
+import logging
 import socket
 from dataclasses import dataclass
 from typing import cast
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from kvstore.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+http_logger = logging.getLogger(f"{__name__}.http")
+"""aiohttp's log: bugs of ours with their traceback, and what clients send that is not HTTP in a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,3 +170,14 @@ class _Connection(asyncio.Protocol):
         elif now_s - self._unread_since_s > self._owner.limits.unread_deadline_s:
             self.abort()
         self._num_unsent = num_unsent
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    err = record.exc_info[1] if record.exc_info else None
+    if not isinstance(err, HttpProcessingError):
+        return True
+    logger.info("not HTTP reason=%s", ascii(" ".join(err.message.split())[:80]))
+    return False
+
+
+http_logger.addFilter(_is_our_fault)

@@ -21,7 +21,7 @@ from kvstore.engine_connector.engine.api_server.answers import (
     usage_of,
 )
 from kvstore.engine_connector.engine.api_server.bodies import Bodies
-from kvstore.engine_connector.engine.api_server.connections import ConnectionLimits, Connections
+from kvstore.engine_connector.engine.api_server.connections import ConnectionLimits, Connections, http_logger
 from kvstore.engine_connector.engine.api_server.engine_thread import EngineRequest, EngineThread, Generation
 from kvstore.engine_connector.engine.api_server.event_stream import EventStream
 from kvstore.engine_connector.engine.api_server.prompts import Prompts
@@ -103,6 +103,7 @@ class ApiServer:
         runner = web.AppRunner(
             self._application(),
             access_log=None,
+            logger=http_logger,
             handler_cancellation=True,
             auto_decompress=False,
             keepalive_timeout=_KEEPALIVE_S,
