@@ -78,7 +78,7 @@ def test_the_disaggregation_benchmark_hands_every_prompt_over(tmp_path: Path) ->
     from tiny_llama import random_tensors, write_gguf
 
     model = write_gguf(tmp_path / "tiny.gguf", random_tensors())
-    sizes = "--prompt-tokens 40 --max-tokens 4 --requests 3 --rounds 1".split()
+    sizes = ["--prompt-tokens", "40", "--max-tokens", "4", "--requests", "3", "--rounds", "1"]
 
     result = CliRunner().invoke(disaggregation.main, ["--model", str(model), *sizes, "--json"], catch_exceptions=False)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, GREEDY, Bench, Engine, open_bench
+from engines import BLOCK, GREEDY, SMALL, Bench, Engine, open_bench
 from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
 
-from kvstore.engine_connector.engine.llm import RequestOutput
+from kvstore.engine_connector.engine.llm import LLM, RequestOutput
 from kvstore.engine_connector.engine.options import RequestOptions
 from kvstore.engine_connector.protocol import CacheOptions
 
@@ -147,10 +147,16 @@ def test_an_ended_session_is_given_up_first_tail_first(bench: Bench, sidecar: Si
     num_left = num_free(sidecar, engine)
     assert num_left < 6
 
-    assert engine.scheduler.end_session("s") == 27
+    assert engine.llm.expect_session("s") == engine.llm.end_session("s") == 27
+    assert engine.llm.end_session("s") == 0
     for filler in bench.prompts(16, 16, seed=5):
         ask(engine, filler)
 
     num_taken = 2 * 6 - num_left
     assert num_fetched(bench, sidecar, [*system, *of_session]) == (27 - num_taken) * BLOCK
     assert num_fetched(bench, sidecar, [*system, *of_other]) == 96
+
+
+def test_hints_without_a_store_are_nothing(bench: Bench) -> None:
+    with LLM(bench.model, **SMALL) as llm:
+        assert (llm.expect_session("s"), llm.end_session("s")) == (0, 0)
