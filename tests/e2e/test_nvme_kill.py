@@ -259,6 +259,8 @@ def test_kill_9_over_and_over_loses_nothing_durable_and_serves_nothing_wrong(tmp
     print(f"KILL_SEED={SEED} KILL_ROUNDS={ROUNDS}")
     rng = random.Random(SEED)
     with kill_loop(tmp_path / "loop", rng) as loop:
+        loop.start()  # how it makes its directories is the next test's subject
+        loop.sidecar.kill()
         kinds: list[str] = []
         since_s = time.monotonic()
         for number in range(1, ROUNDS + 1):
