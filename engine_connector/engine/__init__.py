@@ -16,6 +16,8 @@ The route of a request through the files:
     model          the Llama forward pass       attention      paged attention, prefill and decode
     sampler        greedy and sampled tokens    no_store       the connector of an engine without a store
 
+    api_server     OpenAI's HTTP API: the event loop on one thread, the LLM on another (a package of its own)
+
 The engine computes in fp32 and keeps its pages in 16 bit (float16, closest to fp32; bfloat16 for models whose K or V
 exceed 65,504). A page is a stored block byte for byte. What the last bits of a result may depend on is said in model.py
 (heights of products), attention.py (order of sums) and scheduler.py (bounds of chunks).
