@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.core.errors import ConfigError
+from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.kernels.paged import TORCH_DTYPES
 
 MAX_REQUEST_ID_BYTES = 200
@@ -127,3 +128,20 @@ def check_samples(n: int, max_batch: int) -> None:
     """All samples of a request are computed side by side, so that the prompt is computed once."""
     if n > max_batch:
         raise ConfigError(f"n: {n} is out of range; use 1 to max_batch {max_batch}", field="n", value=n)
+
+
+def params_for(
+    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    """One for each prompt."""
+    if isinstance(prompts, str):
+        raise ConfigError("prompts: a single text; give a list of prompts", field="prompts", value=prompts[:40])
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ConfigError(
+            f"params: {len(params)} for {len(prompts)} prompts; give one for all or one each",
+            field="params",
+            value=len(params),
+        )
+    return list(params)

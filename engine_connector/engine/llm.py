@@ -27,7 +27,7 @@ from kvstore.engine_connector.engine.model import Transformer
 from kvstore.engine_connector.engine.no_store import no_store
 from kvstore.engine_connector.engine.options import RequestOptions
 from kvstore.engine_connector.engine.output_text import OutputText
-from kvstore.engine_connector.engine.outputs import EngineStats, RequestOutput, TokenDelta
+from kvstore.engine_connector.engine.outputs import EngineStats, RequestOutput, TokenDelta, output_of
 from kvstore.engine_connector.engine.runner import Runner
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
@@ -140,7 +140,7 @@ class LLM:
         Refuses (ConfigError) before it starts any when one prompt is empty, too long, or has unknown tokens. Returns once
         the connector has taken what was to be saved, or after DRAIN_DEADLINE_S.
         """
-        each = _params_for(prompts, params)
+        each = checks.params_for(prompts, params)
         checked = [self._check(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         lives = [self._add(ids, p, options, None, inbox=[]) for ids, p in zip(checked, each, strict=True)]
         try:
@@ -190,7 +190,7 @@ class LLM:
             if sequence.finish_reason is None:
                 indices = [sequence.index] if sequence.num_samples == 1 else range(live.num_samples)
                 self._scheduler.abort(sequence)
-                live.outputs |= {index: _output(sequence, index) for index in indices}
+                live.outputs |= {index: output_of(sequence, index) for index in indices}
         self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         return next(output for _, output in sorted(live.outputs.items()) if output.finish_reason is FinishReason.ABORT)
 
@@ -311,7 +311,7 @@ class LLM:
                 token_id=sequence.token_ids[-1],
                 text=sequence.text.take(),
                 logprob=sequence.logprobs[-1],
-                output=_output(sequence, sequence.index) if sequence.finish_reason is not None else None,
+                output=output_of(sequence, sequence.index) if sequence.finish_reason is not None else None,
             ),
             sequence,
         )
@@ -320,7 +320,7 @@ class LLM:
         for sequence in self._scheduler.take_failed():
             text = sequence.text.take()
             for index in range(sequence.index, sequence.index + sequence.num_samples):
-                output = _output(sequence, index)
+                output = output_of(sequence, index)
                 delta = TokenDelta(request_id=sequence.group_id, index=index, token_id=None, text=text, output=output)
                 self._put(delta, sequence)
 
@@ -401,31 +401,6 @@ class LLM:
                 self.abort(live.request_id)
 
 
-def _output(sequence: EngineSequence, index: int) -> RequestOutput:
-    """Of a sample that has ended; `index` may be that of one which it stands for."""
-    counts, first_s = sequence.counts, sequence.first_token_s
-    assert sequence.finish_reason is not None
-    return RequestOutput(
-        request_id=sequence.group_id,
-        index=index,
-        text=sequence.text.text,
-        token_ids=tuple(sequence.output_ids),
-        finish_reason=sequence.finish_reason,
-        error=sequence.error,
-        ttft_s=None if first_s is None else first_s - sequence.arrival_s,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_prefilled_tokens=counts.prefilled,
-        num_local_cached_tokens=counts.local_cached,
-        num_fetched_tokens=counts.fetched,
-        num_resumed_tokens=counts.resumed,
-        num_preemptions=counts.preemptions,
-        logit_gaps=tuple(sequence.logit_gaps),
-        logprobs=tuple(entry for entry in sequence.logprobs if entry is not None)
-        if sequence.params.logprobs is not None
-        else None,
-    )
-
-
 def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: str, hashing: HashScheme) -> KVSpec:
     config = loaded.config
     return KVSpec(
@@ -438,19 +413,3 @@ def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: 
         block_tokens=hashing.block_tokens,
         hash=hashing,
     )
-
-
-def _params_for(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if isinstance(prompts, str):
-        raise ConfigError("prompts: a single text; give a list of prompts", field="prompts", value=prompts[:40])
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ConfigError(
-            f"params: {len(params)} for {len(prompts)} prompts; give one for all or one each",
-            field="params",
-            value=len(params),
-        )
-    return list(params)

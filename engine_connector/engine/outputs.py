@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvstore.engine_connector.engine.sampler import TokenLogprob
-from kvstore.engine_connector.engine.sequence import Counts, FinishReason
+from kvstore.engine_connector.engine.sequence import Counts, FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +56,27 @@ class EngineStats:
     num_refused: int  # requests turned away with QueueFull
     num_finished: Mapping[FinishReason, int]  # samples
     total: Counts  # over all samples
+
+
+def output_of(sequence: Sequence, index: int) -> RequestOutput:
+    """Of a sample that has ended; `index` may be that of one which it stands for."""
+    counts, first_s = sequence.counts, sequence.first_token_s
+    logprobs = tuple(entry for entry in sequence.logprobs if entry is not None)
+    assert sequence.finish_reason is not None
+    return RequestOutput(
+        request_id=sequence.group_id,
+        index=index,
+        text=sequence.text.text,
+        token_ids=tuple(sequence.output_ids),
+        finish_reason=sequence.finish_reason,
+        error=sequence.error,
+        ttft_s=None if first_s is None else first_s - sequence.arrival_s,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_prefilled_tokens=counts.prefilled,
+        num_local_cached_tokens=counts.local_cached,
+        num_fetched_tokens=counts.fetched,
+        num_resumed_tokens=counts.resumed,
+        num_preemptions=counts.preemptions,
+        logit_gaps=tuple(sequence.logit_gaps),
+        logprobs=None if sequence.params.logprobs is None else logprobs,
+    )

@@ -113,7 +113,10 @@ class Scheduler:
     def total(self) -> Counts:
         """Of all sequences, those that finished and those that have not. Only grows."""
         total = replace(self._counts_of_finished)
-        for sequence in (*self._waiting, *self._running, *self._loading.values()):
+        preempted = [
+            sequence for sequence in self._waiting if sequence.counts.preemptions
+        ]  # new ones count nothing yet
+        for sequence in (*preempted, *self._running, *self._loading.values()):
             total += sequence.counts
         return total
 

@@ -7,7 +7,7 @@ A request for n samples is one sequence until its prompt is computed; then it fo
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from kvstore.core.keys import HashScheme
@@ -59,8 +59,12 @@ class Counts:
     preemptions: int = 0
 
     def __iadd__(self, other: "Counts") -> Self:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        self.prefilled += other.prefilled
+        self.local_cached += other.local_cached
+        self.fetched += other.fetched
+        self.resumed += other.resumed
+        self.generated += other.generated
+        self.preemptions += other.preemptions
         return self
 
 
