@@ -12,6 +12,7 @@ import multiprocessing
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -106,21 +107,27 @@ class EngineProcess:
 
 
 def serve(pipe: Connection, model: Path, socket: str, hand_over: HandOver | None, num_threads: int) -> None:
-    """The engine's process: one step after another as long as there is work, else wait for a job; None ends it."""
+    """The engine's process: one step after another as long as there is work, else wait for a job; None ends it.
+
+    A producer takes one prompt at a time: they are computed one after the other anyway, and what a step has filled is saved
+    before a next prompt begins, not after it.
+    """
     with LLM(
         model,
         connector_factory=lambda spec: open_connector(spec, socket_path=socket, hand_over=hand_over),
         num_threads=num_threads,
     ) as llm:
         pipe.send("ready")
+        queue: deque[Job] = deque()
         saving: dict[str, Done] = {}
         while True:
-            while pipe.poll(0 if llm.has_unfinished or saving else None):
+            while pipe.poll(0 if queue or llm.has_unfinished or saving else None):
                 job: Job | None = pipe.recv()
                 if job is None:
                     return
-                params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
-                llm.add_request(job.prompt, params, request_id=job.request_id, first_token_ids=job.first_token_ids)
+                queue.append(job)
+            while queue and not (hand_over is HandOver.PRODUCER and (llm.has_unfinished or saving)):
+                _add(llm, queue.popleft())
             for delta in llm.step():
                 assert delta.token_id is not None
                 pipe.send(Token(delta.request_id, delta.token_id, time.monotonic()))
@@ -128,6 +135,11 @@ def serve(pipe: Connection, model: Path, socket: str, hand_over: HandOver | None
                     saving[delta.request_id] = Done(delta.request_id, delta.output.num_prefilled_tokens)
             for request_id in [request_id for request_id in saving if not llm.in_use(request_id)]:
                 pipe.send(saving.pop(request_id))
+
+
+def _add(llm: LLM, job: Job) -> None:
+    params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
+    llm.add_request(job.prompt, params, request_id=job.request_id, first_token_ids=job.first_token_ids)
 
 
 class Setup(NamedTuple):

@@ -86,10 +86,9 @@ def test_a_pinned_prompt_outlives_a_flood_and_the_answer_behind_it_does_not(
     a: Side, b: Side, sidecar: InProcessSidecar
 ) -> None:
     prompt = Request("r", 2, cache=CacheOptions(pin_s=60.0))
-    first, second = a.fill(prompt, 0, 1)[0], a.fill(prompt, 1, 2)[0]
-    a.report_saved(first)
+    a.report_saved(*a.fill(prompt, 0, 1))
     assert "pin" not in a.client.calls, "half of it is committed"
-    a.report_saved(second)
+    a.report_saved(*a.fill(prompt, 1, 2))
     assert a.client.calls[-1] == "pin"
     answered = Request("r", 3, num_generated=BLOCK)
     a.report_saved(*a.fill(answered, 2, 3))
@@ -165,6 +164,21 @@ def test_another_boot_is_asked_to_pin_again(a: Side, b: Side, sidecar: InProcess
         side.reconnect()
 
     a.report_saved(*a.fill(request, 0, 2))
+
+    flood(b)
+    assert b.match(Request("next", 2)) == 2
+
+
+def test_a_pin_of_another_boot_is_repeated_when_the_request_ends(a: Side, b: Side, sidecar: InProcessSidecar) -> None:
+    request = Request("r", 2, cache=CacheOptions(pin_s=60.0))
+    a.report_saved(*a.fill(request, 0, 2))
+    sidecar.restart()
+    assert a.match(request) == 0
+    for side in (a, b):
+        side.reconnect()
+    b.store(Request("again", 2))
+
+    assert not a.side.request_finished(request)
 
     flood(b)
     assert b.match(Request("next", 2)) == 2

@@ -230,8 +230,11 @@ def test_a_request_that_outgrew_the_tails_page_has_the_full_block_or_nothing(pro
     longer = taken_over()
     longer.num_generated = BLOCK
     longer.block_hashes = [*longer.block_hashes, b"\x07" * 16]
-
     assert match(consumer, longer) == FULL * BLOCK
+
+    producer.report_saved(*producer.fill(longer, 0, FULL + 1))
+
+    assert match(consumer, longer) == (FULL + 1) * BLOCK
 
 
 def test_a_request_preempted_within_the_tails_page_is_given_the_prompt(producer: Side, consumer: Side) -> None:
@@ -254,6 +257,7 @@ def test_a_page_that_holds_generated_tokens_is_not_saved_as_a_tail(producer: Sid
 
 def test_a_request_that_stores_nothing_hands_nothing_over(producer: Side, consumer: Side) -> None:
     assert hand_over(producer, cache=CacheOptions(no_store=True)) == ()
+    assert prefill(producer, Request("all tail", 0, extra=3, cache=CacheOptions(no_store=True))) == ()
 
     assert match(consumer, taken_over()) == 0
 
