@@ -563,6 +563,14 @@ def test_a_full_queue_says_when_to_come_back(small: ApiServerProcess) -> None:
     small.wait_until_idle()
 
 
+def test_prompts_are_queued_all_or_none(small: ApiServerProcess) -> None:
+    with small.client() as client, pytest.raises(openai.RateLimitError):
+        client.completions.create(model=MODEL, prompt=["one", "two", "three"], max_tokens=900)
+
+    small.wait_until_idle()
+    assert small.figures()["kvstore_engine_prefill_tokens_total prefilled"] == 0
+
+
 def test_a_reader_who_does_not_read_is_cut_off(small: ApiServerProcess) -> None:
     """What fits nowhere is not kept: the request ends long before its last token, and the next one is served."""
     with open_stream(small, read_buffer=4096, logprobs=20):

@@ -3,7 +3,7 @@
     event loop                                              engine's thread
     call(f) ------------- commands ----------------------->  f(llm), in order, between two steps
     result of f  <------- call_soon_threadsafe ------------
-    generation.deltas() <- call_soon_threadsafe, one a step  llm.step() while there is work
+    generation.next() <-- call_soon_threadsafe, one a step  llm.step() while there is work
 
 Only the event loop touches generations; only the engine's thread touches the LLM.
 """
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -60,18 +60,20 @@ class Generation:
         """Whether the last token of every sample has been taken."""
         return len(self.outputs) == self._num_samples
 
-    async def deltas(self) -> AsyncGenerator[TokenDelta, None]:
-        """Tokens as they come, until every sample has ended. Raises the KVStoreError that ended the engine."""
-        while not self.finished:
-            await self._news.wait()
+    async def next(self) -> list[TokenDelta]:
+        """Tokens since the last call, waiting for the first; none once every sample has ended. Raises the KVStoreError that
+        ended the engine, after the tokens that came before it."""
+        if self.finished:
+            return []
+        await self._news.wait()
+        deltas, self._deltas = self._deltas, []
+        if not deltas:
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
             self._news.clear()
-            deltas, self._deltas = self._deltas, []
-            for delta in deltas:
-                if delta.output is not None:
-                    self.outputs[delta.request_id, delta.index] = delta.output
-                yield delta
-            if self._error is not None:
-                raise self._error
+        self.outputs |= {(d.request_id, d.index): d.output for d in deltas if d.output is not None}
+        return deltas
 
     def put(self, delta: TokenDelta) -> None:
         """One more token."""

@@ -1,11 +1,10 @@
 """The routes, and the life of a server: open the engine, listen, end in order."""
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -27,7 +26,6 @@ from kvstore.engine_connector.engine.api_server.event_stream import EventStream
 from kvstore.engine_connector.engine.api_server.prompts import Prompts
 from kvstore.engine_connector.engine.api_server.refusals import Refusal, json_response, refusal_of
 from kvstore.engine_connector.engine.api_server.wire import (
-    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     options_of,
@@ -240,12 +238,6 @@ class ApiServer:
             raise Refusal(HTTPStatus.BAD_REQUEST, "stream_options: needs stream: true", param="stream_options")
         with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         prompts = await self._prompts.encode(asked)
-        if len(prompts) * params.n > MAX_CHOICES:
-            raise Refusal(
-                HTTPStatus.BAD_REQUEST,
-                f"n: {len(prompts)} prompts times {params.n} are more than {MAX_CHOICES} choices",
-                param="n",
-            )
         form = make_form(
             self._config.model_name, f"fp_{self._llm.spec.weights[:16]}", self._llm.tokenizer, with_usage=with_usage
         )
@@ -260,8 +252,9 @@ class ApiServer:
             if asked.stream:
                 return await self._stream(request, form, tokens, with_usage=with_usage)
             choices: list[list[TokenDelta]] = [[] for _ in numbers]
-            async for number, delta in tokens:
-                choices[number].append(delta)
+            while batch := await tokens.next():
+                for number, delta in batch:
+                    choices[number].append(delta)
             return json_response(form.whole(choices, usage_of(generation.outputs)))
 
     async def _stream(
@@ -274,9 +267,10 @@ class ApiServer:
             for number in range(tokens.num_choices):
                 if opening := form.opening(number):
                     await stream.send(opening)
-            async for number, delta in tokens:
-                if delta.text or delta.logprob is not None or delta.output is not None:
-                    await stream.send(form.chunk(number, [delta]))
+            while batch := await tokens.next():
+                for number, delta in batch:
+                    if delta.text or delta.logprob is not None or delta.output is not None:
+                        await stream.send(form.chunk(number, [delta]))
         except Refusal as err:
             await stream.send(err.to_json())
             return await stream.finish(done=False)
@@ -291,7 +285,7 @@ def _session_id(request: web.Request) -> str:
 
 
 class _Tokens:
-    """A request's tokens with the number of their choice, timed and counted as they pass. Raises Refusal."""
+    """A request's tokens with the number of their choice, timed and counted as they pass."""
 
     def __init__(
         self,
@@ -307,36 +301,39 @@ class _Tokens:
         self._figures = counts
         self._arrived_s = arrived_s
         self._deadline_s = deadline_s
+        self._last_s: dict[int, float] = {}
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        last_s: dict[int, float] = {}
-        deltas = self.generation.deltas()
-        try:
-            async with contextlib.aclosing(deltas):
-                while (delta := await self._next(deltas)) is not None:
-                    number, now_s = self._numbers[delta.request_id, delta.index], time.monotonic()
-                    self._time(last_s, number, now_s)
-                    if delta.output is not None and delta.output.error is not None:
-                        raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, delta.output.error, code="load_failed")
-                    yield number, delta
-        except KVStoreError as err:
-            raise refusal_of(err) from err
-        self._figures.count(self.generation.outputs)
-        self._figures.e2e_s.observe(time.monotonic() - self._arrived_s)
+    async def next(self) -> list[tuple[int, TokenDelta]]:
+        """Those since the last call; none after the last. Raises Refusal."""
+        deltas = await self._wait()
+        now_s = time.monotonic()
+        if not deltas:
+            self._figures.count(self.generation.outputs)
+            self._figures.e2e_s.observe(now_s - self._arrived_s)
+            return []
+        for delta in deltas:
+            if delta.output is not None and delta.output.error is not None:
+                raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, delta.output.error, code="load_failed")
+        tokens = [(self._numbers[delta.request_id, delta.index], delta) for delta in deltas]
+        for number, _ in tokens:
+            self._time(number, now_s)
+        return tokens
 
-    async def _next(self, deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta | None:
+    async def _wait(self) -> list[TokenDelta]:
         left_s = self._arrived_s + self._deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
-                return await anext(deltas, None)
+                return await self.generation.next()
         except TimeoutError:
             raise Refusal(
                 HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {self._deadline_s:g} s", code="deadline"
             ) from None
+        except KVStoreError as err:
+            raise refusal_of(err) from err
 
-    def _time(self, last_s: dict[int, float], number: int, now_s: float) -> None:
-        if number in last_s:
-            self._figures.itl_s.observe(now_s - last_s[number])
+    def _time(self, number: int, now_s: float) -> None:
+        if number in self._last_s:
+            self._figures.itl_s.observe(now_s - self._last_s[number])
         else:
             self._figures.ttft_s.observe(now_s - self._arrived_s)
-        last_s[number] = now_s
+        self._last_s[number] = now_s

@@ -150,7 +150,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """A text, a list of texts, token ids, or a list of lists of them. Raises Refusal for a mixture."""
+    """A text, a list of texts, token ids, or a list of lists of them. Raises Refusal for a mixture, and for too many."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -159,13 +159,13 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     kinds = {type(part) for part in prompt}
     if kinds == {int}:
         return [[part for part in prompt if isinstance(part, int)]]
-    if len(kinds) == 1:
-        return [part for part in prompt if not isinstance(part, int)]
-    raise Refusal(
-        HTTPStatus.BAD_REQUEST,
-        "prompt: a mixture; give a text, token ids, a list of texts, or a list of lists of token ids",
-        param="prompt",
-    )
+    if len(kinds) > 1:
+        message = "prompt: a mixture; give a text, token ids, a list of texts, or a list of lists of token ids"
+        raise Refusal(HTTPStatus.BAD_REQUEST, message, param="prompt")
+    if len(prompt) * (request.n or 1) > MAX_CHOICES:
+        message = f"n: {len(prompt)} prompts times {request.n or 1} are more than {MAX_CHOICES} choices"
+        raise Refusal(HTTPStatus.BAD_REQUEST, message, param="n")
+    return [part for part in prompt if not isinstance(part, int)]
 
 
 def params_of(request: CompletionRequest | ChatRequest) -> SamplingParams:
