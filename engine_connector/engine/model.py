@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
-from kvstore.engine_connector.engine.product import MIN_ROWS, PACKED_LIMIT_BYTES, Product, pad_rows
+from kvstore.engine_connector.engine.product import LOW_HEIGHTS, MIN_ROWS, PACKED_LIMIT_BYTES, Product, pad_rows
 from kvstore.engine_connector.engine.rope import Rope
 
 
@@ -99,7 +99,7 @@ class Transformer:
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Final hidden states `[rows, hidden]`, not yet normed, of `token_ids [rows]` at `positions [rows]`."""
-        assert token_ids.shape[0] % MIN_ROWS == 0
+        assert token_ids.shape[0] in LOW_HEIGHTS or token_ids.shape[0] % MIN_ROWS == 0
         cos, sin = self._cos[positions, None], self._sin[positions, None]
         x = self._embedding[token_ids]
         for index, layer in enumerate(self._layers):
