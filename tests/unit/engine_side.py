@@ -42,7 +42,7 @@ class Request:
 
     @property
     def tail_hash(self) -> bytes:
-        parent = self.block_hashes[-1] if self.block_hashes else None
+        parent = self.block_hashes[self.num_blocks - 1] if self.num_blocks else None
         return SPEC.hash.tail_hash([self.family] * self.extra, parent=parent) if self.extra else b""
 
     @property
