@@ -45,6 +45,7 @@ test: $(READY)
 
 soak: $(READY)
 	KILL_ROUNDS=$${KILL_ROUNDS:-1000} $(BIN)/python -m pytest -s tests/e2e/test_nvme_kill.py $(PYTEST_ARGS)
+	API_FUZZ_ROUNDS=$${API_FUZZ_ROUNDS:-10000} $(BIN)/python -m pytest -s tests/e2e/test_api_server_abuse.py $(PYTEST_ARGS)
 
 vllm-test: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
