@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from api_server_process import BLOCK, MODEL, NUM_PAGES
 from click.testing import CliRunner
+from fake_connector import FakeConnector, FakeStore, Temper
 from sidecar_process import ROOT, wait_until
 from tiny_llama import random_tensors, write_gguf
 
@@ -27,10 +28,12 @@ from kvstore.engine_connector.engine.api_server.connections import ConnectionLim
 from kvstore.engine_connector.engine.api_server.server import ApiServer, ServerConfig
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.outputs import TokenDelta
+from kvstore.engine_connector.engine.sampler import SamplingParams
 
 pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 20.0
+SIZES: dict[str, Any] = {"num_pages": NUM_PAGES, "block_tokens": BLOCK, "chunk_tokens": 32, "num_threads": 1}
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "the 12", "max_tokens": 900, "ignore_eos": True, "stream": True}
 
 
@@ -53,9 +56,10 @@ class BrittleLLM(LLM):
 class Served:
     """A server on a thread of its own."""
 
-    def __init__(self, model: Path, **config: Any) -> None:
+    def __init__(self, model: Path, connector: FakeConnector | None = None, **config: Any) -> None:
         self.error: BaseException | None = None
         self._model, self._config = model, ServerConfig(model_name=MODEL, port=0, **config)
+        self._factory = connector.factory if connector else None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -82,7 +86,7 @@ class Served:
         await self._server.run(self._on_ready)
 
     def _open(self) -> LLM:
-        self.llm = BrittleLLM(self._model, num_pages=NUM_PAGES, block_tokens=BLOCK, chunk_tokens=32, num_threads=1)
+        self.llm = BrittleLLM(self._model, connector_factory=self._factory, **SIZES)
         return self.llm
 
     def _on_ready(self, port: int) -> None:
@@ -228,6 +232,24 @@ def test_an_answer_has_a_deadline(serve: Callable[..., Served], stream: bool) ->
     assert b'"code":"deadline"' in answer
     assert b"[DONE]" not in answer
     wait_until(lambda: served.llm.stats().num_free_pages == NUM_PAGES, "aborted")
+
+
+def test_a_load_that_fails_is_recomputed_or_told(model: Path, serve: Callable[..., Served]) -> None:
+    prompt = [5 + i % 200 for i in range(40)]
+    store = FakeStore()
+    with LLM(model, connector_factory=FakeConnector(store).factory, **SIZES) as writer:
+        writer.generate([prompt], SamplingParams(max_tokens=1))
+    body = BODY | {"prompt": prompt, "max_tokens": 3}
+
+    for stream, fails in ((False, True), (True, True), (True, False), (False, False)):
+        served = serve(connector=FakeConnector(store, Temper(block_fails=1.0)))
+        policy = {"load_failure": "fail" if fails else "recompute"}
+        with served.connect() as client:
+            client.sendall(post(body | {"stream": stream, "kvstore": policy}, "Connection: close"))
+            answer = read_to_the_end(client)
+        assert answer.startswith(b"HTTP/1.1 503 " if fails and not stream else b"HTTP/1.1 200 ")
+        assert (b'"code":"load_failed"' in answer) == fails
+        assert (b'"finish_reason":"length"' in answer) != fails
 
 
 def test_an_engine_that_breaks_ends_the_server_and_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
