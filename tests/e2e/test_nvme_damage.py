@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from block_client import content
 from drive import nvme_of, stats_of, wait_until_recovered
-from drive_index import Entry, damage_in, entries_in, is_settled
+from drive_index import Entry, damage_in, entries_in, glance, is_settled
 from engine_load import LoadClient
 from sick_fs import (
     ext4_on_loop,
@@ -217,7 +217,7 @@ def test_blocks_whose_bytes_changed_are_misses_and_their_slots_are_given_up(
 
 
 def is_elsewhere(directory: Path, entry: Entry) -> bool:
-    return {other.start for other in entries_in(directory) if other.key == entry.key} not in ({entry.start}, set())
+    return {other.start for other in glance(directory) if other.key == entry.key} not in ({entry.start}, set())
 
 
 # --- the data file ---------------------------------------------------------------------------------------------------------
@@ -674,4 +674,4 @@ def test_a_drive_that_fails_beside_one_that_does_not_costs_its_own_blocks(tmp_pa
 
 
 def all_in(directory: Path, seed: int) -> bool:
-    return set(chain(seed)) <= {entry.key for entry in entries_in(directory)}
+    return set(chain(seed)) <= {entry.key for entry in glance(directory)}

@@ -183,8 +183,9 @@ class KillLoop:
         return {drive.state for drive in nvme_of(stats_of(self.sidecar)).drives} == {"ready"}
 
     def _is_settled(self) -> bool:
-        forgotten = not any(entry.start in self.rotten[drive] for drive in self.drives for entry in entries_in(drive))
-        return forgotten and is_settled(self.sidecar, self.drives)
+        return is_settled(self.sidecar, self.drives) and not any(
+            entry.start in self.rotten[drive] for drive in self.drives for entry in entries_in(drive)
+        )
 
     def _flip(self) -> None:
         """One bit of a block that would be found. Its slot is not used again: an entry that points there is only ever the
