@@ -19,7 +19,12 @@ from numpy.typing import NDArray
 from kvstore.budget import WriteBudget
 from kvstore.core.blocks import Extent, SlotArrays
 from kvstore.core.events import Event
-from kvstore.core.limits import DRIVE_RETRY_S, MAX_WRITE_BACKLOG_BLOCKS, MAX_WRITES_IN_FLIGHT_BYTES
+from kvstore.core.limits import (
+    DRIVE_RETRY_S,
+    MAX_WRITE_BACKLOG_BLOCKS,
+    MAX_WRITES_IN_FLIGHT_BYTES,
+    MAX_WRITING_FRACTION,
+)
 from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
 from kvstore.core.plans import TIERS
 from kvstore.core.ports import DriveSlots
@@ -142,6 +147,11 @@ class Spill:
     def num_reads_in_flight(self) -> int:
         """Blocks on their way to RAM."""
         return sum(flight.urgency is not Urgency.WRITE for flight in self._flights.values())
+
+    @property
+    def _max_writing_bytes(self) -> int:
+        """Bytes of RAM that writes may keep from eviction: a drive that hangs must not take the arena with it."""
+        return min(MAX_WRITES_IN_FLIGHT_BYTES, int(self.pinned.slots.capacity_bytes * MAX_WRITING_FRACTION))
 
     @property
     def _takes_writes(self) -> bool:
@@ -343,7 +353,7 @@ class Spill:
 
     def _begin_writes(self, now_s: float) -> None:
         """Order writes from the backlog until something has to be waited for: moves in flight, the budget, or slots."""
-        while self._backlog and self._writing_bytes < MAX_WRITES_IN_FLIGHT_BYTES and self._slots.num_open:
+        while self._backlog and self._writing_bytes < self._max_writing_bytes and self._slots.num_open:
             row, key = self._backlog[0]
             chain = self._unwritten_chain(row, key)
             if not chain:
@@ -375,10 +385,10 @@ class Spill:
 
     def _order_writes(self, entry: Namespace, run: list[int], now_s: float) -> None:
         """Begin to write a run of blocks, as far as the budget and the limit of what is in flight let it."""
-        in_flight = self._writing_bytes
+        in_flight, limit = self._writing_bytes, self._max_writing_bytes
         taken: list[int] = []
         for row in run:
-            if in_flight >= MAX_WRITES_IN_FLIGHT_BYTES or not self._budget.allows(entry.slot_nbytes, now_s):
+            if in_flight >= limit or not self._budget.allows(entry.slot_nbytes, now_s):
                 break
             self._budget.spend(entry.slot_nbytes, now_s)
             in_flight += entry.slot_nbytes

@@ -92,6 +92,9 @@ DRIVE_THREADS = 8
 MAX_WRITES_IN_FLIGHT_BYTES = 64 << 20
 """Demotions ordered and not done, over all drives. More wait in the backlog, where they pin nothing."""
 
+MAX_WRITING_FRACTION = 0.25
+"""And at most this part of the arena, since a block that is being written cannot be evicted."""
+
 MAX_WRITE_BACKLOG_BLOCKS = 65536
 """Blocks that wait to be written. Beyond it the oldest are passed over and counted; they may earn their write again."""
 

@@ -148,13 +148,26 @@ def test_the_cleaner_waits_for_what_it_asked_for_before():
     assert small.names(written) == [name for names in chains(3, 4) for name in names]
 
 
-def test_write_through_tries_again_later_what_could_not_be_written_then():
+def test_write_through_tries_again_later_what_could_not_be_written_then(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.spill.MAX_WRITING_FRACTION", 1.0)
     small = SmallSpill()
     for names in chains(7, 8):
         small.put(ANNA, names)
     small.finish(small.orders(), MoveProblem.NO_SPACE)
     small.store.tick(2.0)
     assert small.names(small.orders(2.0)) == chains(1, 8)[0]
+
+
+def test_a_drive_that_hangs_keeps_no_more_than_a_part_of_the_arena_from_eviction():
+    small = SmallSpill()
+    for names in chains(7, 8):
+        small.put(ANNA, names)
+    assert len(small.orders()) == 16  # of 64
+    assert small.orders() == []
+
+    small.put(ANNA, [f"burst{i}" for i in range(48)])
+
+    assert small.match([f"burst{i}" for i in range(48)]) == 48
 
 
 def test_selective_never_writes_ahead():
