@@ -263,9 +263,8 @@ def refuse(small: SmallSpill, name: str, now_s: float) -> bool:
     return bool(moves)
 
 
-def test_the_pause_doubles_up_to_the_longest_and_a_success_makes_it_short_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvstore.spill.MAX_WRITING_FRACTION", 1.0)
-    small = SmallSpill(drives=(4,))
+def test_the_pause_doubles_up_to_the_longest_and_a_success_makes_it_short_again():
+    small = SmallSpill(drives=(16,))
     now_s, tried = 0.0, []
     while len(tried) < 9:
         if refuse(small, f"k{now_s}", now_s):
