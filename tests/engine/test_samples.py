@@ -7,8 +7,9 @@ from test_engine_scheduler import BLOCK, Driver, shares
 from tiny_llama import random_prompt
 
 from kvstore.core.errors import ConfigError
+from kvstore.engine_connector.engine import runner
 from kvstore.engine_connector.engine.llm import LLM
-from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams
+from kvstore.engine_connector.engine.sampler import SampledToken, SamplingParams, sample
 from kvstore.engine_connector.engine.sequence import FinishReason, Status
 from kvstore.engine_connector.protocol import WorkerOutput
 
@@ -212,3 +213,16 @@ def test_an_abort_ends_all_samples(make_llm, prompt, steps):
 def test_more_samples_than_the_batch_holds_are_refused(make_llm, prompt):
     with pytest.raises(ConfigError, match="n: 5 is out of range; use 1 to max_batch 4"):
         make_llm(max_batch=4).generate([prompt], SamplingParams(n=5))
+
+
+def test_each_sample_draws_from_its_own_numbers_at_every_position(make_llm, monkeypatch, prompt):
+    drawn = []
+
+    def note(logits, specs):
+        drawn.append([(spec.position, spec.sample) for spec in specs])
+        return sample(logits, specs)
+
+    monkeypatch.setattr(runner, "sample", note)
+    make_llm().generate([prompt], SamplingParams(n=3, temperature=1.0, max_tokens=3, ignore_eos=True))
+
+    assert drawn == [[(position, index) for index in range(3)] for position in range(3)]
