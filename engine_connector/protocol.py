@@ -21,7 +21,8 @@ What an engine may rely on:
 
 What a connector may rely on:
 
-- Page `block_id` of a load is written by nobody else from update_state_after_alloc until the load is reported.
+- Page `block_id` of a load is written by nobody else from update_state_after_alloc until the load is reported, nor read,
+  except as LayerwiseWorker allows.
 - The content of a page in a save does not change from start_save until the save is reported in finished_saving, or until
   handle_preemptions has returned for a step that lists the request as preempted.
 - All calls of one side come from one thread. The sides may live in different processes.
@@ -157,6 +158,21 @@ class Pages(Protocol):
         ...
 
 
+@runtime_checkable
+class LayeredPages(Pages, Protocol):
+    """Pages whose bytes are those of layer 0, then layer 1, and so on, all of one size. Optional: an engine that does not attend
+    to a page while it arrives needs no more than Pages."""
+
+    @property
+    def num_layers(self) -> int:
+        """At least 1."""
+        ...
+
+    def copy_in_layers(self, block_id: int, block: NDArray[np.uint8], layers: range) -> None:
+        """As copy_in, of these layers only. `block` is the whole block."""
+        ...
+
+
 class BlockMove(NamedTuple):
     """One block between a page of the engine and a slot of the arena."""
 
@@ -178,6 +194,7 @@ class LoadJob:
     lost_block_ids: tuple[
         int, ...
     ] = ()  # pages after those of `moves` for which nothing was leased; reported as failed
+    by_layers: bool = False  # copy layer 0 of all blocks first, then layer 1: the step attends to them as they arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +298,23 @@ class SessionHints(Protocol):
         ...
 
 
+@runtime_checkable
+class LayerwiseScheduler(Protocol):
+    """What a scheduler side may offer beside SchedulerSide, so that an engine computes with blocks while they arrive. Optional,
+    as LayerwiseWorker is; an engine uses them if both sides have them, or leaves it.
+
+    The request is scheduled in the very step whose metadata carries its load, with the loaded tokens counted as computed, and
+    appears in build_connector_meta like that. If a layer does not come in time (wait_for_layer), the engine voids the request's
+    share of the step: what it computed is not used, its SaveJobs of the step are reported as not written without the worker
+    seeing them, and the request waits for its load, or goes on after it failed, as it does without layers.
+    """
+
+    def load_by_layers(self, request: Request) -> bool:
+        """Asked between update_state_after_alloc and build_connector_meta, at most once: whether the load that was just started
+        is worth attending to while it arrives. If True, its job says so (LoadJob.by_layers)."""
+        ...
+
+
 class WorkerSide(Protocol):
     """Lives beside the engine's pages."""
 
@@ -306,6 +340,20 @@ class WorkerSide(Protocol):
 
     def close(self) -> None:
         """Stop background work, waiting at most a deadline, and drop the mapping. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class LayerwiseWorker(Protocol):
+    """What a worker side may offer beside WorkerSide (LayerwiseScheduler)."""
+
+    def wait_for_layer(self, request_id: str, layer: int) -> bool:
+        """Called before the forward reads layer `layer` of the pages of a load by layers, in the step of its start_load. Waits,
+        at most a deadline for all layers together, until it is there in all pages. False: it is not, and may never be.
+
+        True for the last layer says that the whole load is good, and that the next get_output reports it: until then what
+        the forward read may turn out to be another's, so nothing of it is to leave the step before.
+        """
         ...
 
 

@@ -8,7 +8,8 @@
 
 Invariants, by which tests/unit/test_scheduler_side.py goes:
 
-R1 A request has at most one load at a time, and none of its blocks is saved while it loads.
+R1 A request has at most one load at a time, and none of its blocks is saved while it loads; only in the step in which a load
+   by layers starts may its blocks be offered, because the engine drops those saves unless the load was good (R9).
 R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort; when the
    sidecar could not be told, the Renew after the next connection ends it by not naming it.
 R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
@@ -19,6 +20,8 @@ R6 Blocks on a slower tier are prefetched for a request that waits, once: when i
 R7 A prompt that is to be pinned is pinned when all its full blocks are committed or held for others; again at the next
    occasion if the store had not all of them yet; for the last time, as far as the store has it, when it is forgotten.
 R8 A tail is saved in the step that ends with the prompt's last token, behind the prompt's full blocks, and counts as none.
+R9 A load goes by layers only if all of its blocks were in RAM when they were leased, and none was lost. Blocks whose save came
+   to nothing are offered again, as soon as the request is computed again.
 """
 
 import enum
@@ -41,6 +44,8 @@ class PendingLoad:
     lease_id: int
     boot_id: bytes
     block_ids: frozenset[int]  # all pages of the load, the lost ones too
+    in_ram: bool = False  # all of them, when they were leased
+    by_layers: bool = False
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ lost on its way.
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstore.client import Reserved
 from kvstore.core.blocks import KeyStatus
@@ -31,6 +32,9 @@ from kvstore.engine_connector.session import Link, StoreSession
 from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED
 
 logger = logging.getLogger(__name__)
+
+MIN_BLOCKS_BY_LAYERS = 4
+"""A load of fewer blocks is over before the engine comes to its first layer."""
 
 
 class StoreSchedulerSide:
@@ -103,11 +107,21 @@ class StoreSchedulerSide:
         num_granted = grant.num_blocks - first
         moves = tuple(map(BlockMove, pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
         assert len(moves) == num_granted == len(grant.offsets) == len(grant.generations)
-        state.load = PendingLoad(grant.lease_id, boot_id, frozenset(pages))
+        in_ram = all(grant.ready) and num_granted == len(pages)
+        state.load = PendingLoad(grant.lease_id, boot_id, frozenset(pages), in_ram=in_ram)
         deadline_s = min(self._load_deadline_s, grant.expires_in_s)
         self._new_loads.append(
             LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, pages[num_granted:])
         )
+
+    def load_by_layers(self, request: Request) -> bool:
+        """See protocol.LayerwiseScheduler."""
+        load, job = self._state(request).load, self._new_loads[-1]
+        assert load is not None
+        assert job.request_id == request.request_id
+        load.by_layers = load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
+        self._new_loads[-1] = replace(job, by_layers=load.by_layers)
+        return load.by_layers
 
     def build_connector_meta(
         self, scheduled: Sequence[ScheduledRequest], preempted_request_ids: frozenset[str]
@@ -178,7 +192,7 @@ class StoreSchedulerSide:
         restart of the sidecar this is how it is filled again.
         """
         request, state = item.request, self._state(item.request)
-        assert state.load is None, "R1: nothing is saved from a request that is loading"
+        assert state.load is None or state.load.by_layers, "R1: nothing is saved from a request that is loading"
         if request.cache.no_store:
             return None
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
@@ -246,6 +260,8 @@ class StoreSchedulerSide:
         state.save_job_ids.discard(job_id)
         if self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok]) < len(save.keys):
             state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+            if not any(written):
+                state.num_offered_blocks = min(state.num_offered_blocks, save.first_block)
         self._pin_when_held(state)
         self._forget_when_done(save.request_id, state)
 

@@ -14,13 +14,21 @@ first block is in its page while the next is being read, and a load that waits h
       load 1  [copied][copied][ there ][ on its way ][ there ]      copies one block, then waits
       load 2  [ on its way ][ on its way ]                          waits
       load 3  [ there ][ there ]                                    copies both, is reported
+
+A load by layers, all of whose blocks are there when its turn comes, is copied a few layers at a time, of all blocks, while the
+engine attends to the first ones. All generations are looked at before the first copy and again after the last one, and only
+then are the last layers said to be there. If a block is not there at first, the load goes on as any other.
+
+      block     0   1   2   3
+      layer 0  [1] [2] [3] [4]      the order of copies; wait_for_layer(0) returns after the fourth
+      layer 1  [5] [6] [7] [8]      and wait_for_layer(1) when the load has been reported
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +38,29 @@ from kvstore.client import ClientArena
 from kvstore.client_arena import Arrival, arrival_of
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.limits import ARRIVAL_POLL_S
-from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, Pages, SaveJob, WorkerOutput
+from kvstore.engine_connector.layers import ALL_LAYERS, LayerProgress
+from kvstore.engine_connector.protocol import (
+    BlockMove,
+    ConnectorMetadata,
+    LayeredPages,
+    LoadJob,
+    Pages,
+    SaveJob,
+    WorkerOutput,
+)
 from kvstore.engine_connector.session import StoreSession
 
 logger = logging.getLogger(__name__)
 
 PREEMPTION_DEADLINE_S = 1.0
 """Wait for the saves of preempted requests. Past it they are called off: what they copied is reported as not written."""
+
+LAYERS_DEADLINE_S = 0.5
+"""A step waits at most so long for all layers of one load. Past it the step does without the request, whose load goes on: it was
+held up behind other loads, and others' tokens in the step must not be."""
+
+_LAYERS_COPY_BYTES = 64 << 10
+"""Layers are copied so many bytes at a time or a little more: with less, the calls cost more than the copies."""
 
 _STOP_DEADLINE_S = 5.0
 
@@ -58,10 +82,15 @@ class _Load:
     """A load that has not been reported. Holds the arena, so that it stays mapped until then."""
 
     job: LoadJob
-    until_s: float
+    started_s: float
     arena: ClientArena | None = None  # None: not looked for yet, or its session is still connecting
     num_loaded: int = 0
     copying_s: float = 0.0
+    progress: LayerProgress = field(default_factory=LayerProgress)
+
+    @property
+    def until_s(self) -> float:
+        return self.started_s + self.job.deadline_s
 
 
 class StoreWorkerSide:
@@ -73,6 +102,9 @@ class StoreWorkerSide:
         self._pages: Pages | None = None
         self._reports: queue.SimpleQueue[_Loaded | _Saved] = queue.SimpleQueue()
         self._in_flight = _SavesInFlight()
+        self._by_layers: dict[
+            str, _Load
+        ] = {}  # by request, until they are reported; only the engine's thread looks at it
         self._new_loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()  # bounded by the engine: one a request
         self._load_thread = threading.Thread(target=self._run_loads, name="kvstore-load", daemon=True)
         self._new_saves: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()  # likewise: a few a request
@@ -94,7 +126,16 @@ class StoreWorkerSide:
     def start_load(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide."""
         for job in meta.loads:
-            self._new_loads.put(_Load(job, self._clock.now_s() + job.deadline_s))
+            load = _Load(job, started_s=self._clock.now_s())
+            if job.by_layers:
+                self._by_layers[job.request_id] = load
+            self._new_loads.put(load)
+
+    def wait_for_layer(self, request_id: str, layer: int) -> bool:
+        """See protocol.LayerwiseWorker."""
+        load = self._by_layers[request_id]
+        until_s = min(load.until_s, load.started_s + LAYERS_DEADLINE_S)
+        return load.progress.wait(layer + 1, until_s - self._clock.now_s())
 
     def start_save(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide."""
@@ -106,6 +147,8 @@ class StoreWorkerSide:
         """See protocol.WorkerSide."""
         reports = list(_drain(self._reports, wait_s))
         loaded = [report for report in reports if isinstance(report, _Loaded)]
+        for report in loaded:
+            self._by_layers.pop(report.request_id, None)
         return WorkerOutput(
             finished_loading=frozenset(report.request_id for report in loaded),
             failed_block_ids=frozenset(block_id for report in loaded for block_id in report.failed_block_ids),
@@ -171,6 +214,11 @@ class StoreWorkerSide:
     def _copy_in(self, load: _Load, live_boot_id: bytes) -> Arrival:
         """Copy blocks in prefix order as long as they are there; what is to be said of the one after them."""
         pages, moves = self._pages, load.job.moves
+        if load.job.by_layers and not load.num_loaded and isinstance(pages, LayeredPages):
+            if load.arena is None:
+                load.arena = self._session.arena(load.job.boot_id)
+            if load.arena is not None and self._copy_layers(load, load.arena, pages):
+                return Arrival.THERE if load.num_loaded == len(moves) else Arrival.LOST
         while load.num_loaded < len(moves):
             arrival = self._look(load, live_boot_id)
             if arrival is not Arrival.THERE:
@@ -183,6 +231,24 @@ class StoreWorkerSide:
                 return Arrival.LOST
             load.num_loaded += 1
         return Arrival.THERE
+
+    def _copy_layers(self, load: _Load, arena: ClientArena, pages: LayeredPages) -> bool:
+        """Copy a load whose blocks are all there, and note of how many of them all layers are good. False: not all are there, or
+        the deadline came, and nothing is good."""
+        moves = load.job.moves
+        if _num_current(arena, moves) < len(moves):
+            return False
+        step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
+        slots = [_slot(arena, move.offset, pages.page_nbytes) for move in moves]
+        for first in range(0, pages.num_layers, step):
+            load.progress.advance(first)
+            if self._clock.now_s() >= load.until_s:
+                return False
+            layers = range(first, min(first + step, pages.num_layers))
+            for move, slot in zip(moves, slots, strict=True):
+                pages.copy_in_layers(move.block_id, slot, layers)
+        load.num_loaded = _num_current(arena, moves)
+        return True
 
     def _look(self, load: _Load, live_boot_id: bytes) -> Arrival:
         """Whether the next block is there; and if not, whether somebody is alive who brings it, or is being connected to."""
@@ -202,6 +268,7 @@ class StoreWorkerSide:
         if failed:
             logger.warning("load incomplete request_id=%s loaded=%d failed=%d", job.request_id, num_loaded, len(failed))
         self._reports.put(_Loaded(job.request_id, failed, num_loaded * self._page_nbytes(), load.copying_s))
+        load.progress.end(0 if failed else ALL_LAYERS)
 
     # --- on the save thread ----------------------------------------------------------------------------------------------
 
@@ -239,6 +306,11 @@ def _slot(arena: ClientArena, offset: int, nbytes: int) -> NDArray[np.uint8]:
 
 def _arrival(arena: ClientArena, move: BlockMove) -> Arrival:
     return arrival_of(int(arena.generations[move.offset >> 12]), move.generation)
+
+
+def _num_current(arena: ClientArena, moves: Sequence[BlockMove]) -> int:
+    """How many of the first moves' blocks are there, all without a gap."""
+    return next((i for i, move in enumerate(moves) if not _is_current(arena, move)), len(moves))
 
 
 def _is_current(arena: ClientArena, move: BlockMove) -> bool:

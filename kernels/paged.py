@@ -5,7 +5,7 @@ bytes as they are stored, and moving a block is one copy of `block_nbytes` bytes
 page is in as many pieces. `PagedCache` is both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ def allocate_pages(num_pages: int, layout: BlockLayout, dtype: str) -> torch.Ten
 
 
 class PagedCache:
-    """The pages of one layer group, for copying whole: page i is row i of each piece, one after the other.
+    """The pages of one layer group, for copying whole or by layers: page i is row i of each piece, one after the other.
 
         pieces     layer 0 [num_pages, n0]    layer 1 [num_pages, n1]    ...      uint8 views of the engine's tensors
         block i    |          n0 bytes        |        n1 bytes          | ... |
@@ -44,34 +44,55 @@ class PagedCache:
     Built from tensors `[num_pages, ...]` in host memory, of which each page is one run of bytes, in whatever order its
     numbers are (a permuted view is fine, gaps between pages are fine). The views share the tensors' memory and are valid
     as long as they are. Raises SpecMismatch for a tensor that has no such pages.
+
+    `num_layers` says that a block is so many layers of equal size, one after the other: in one piece for a tensor
+    `[num_pages, num_layers, ...]`, or in as many pieces as there are layers.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, num_layers: int = 1) -> None:
         assert tensors
         self._pieces = [pages_as_bytes(tensor) for tensor in tensors]
         self.num_pages = self._pieces[0].shape[0]
         assert all(piece.shape[0] == self.num_pages for piece in self._pieces)
         self.page_nbytes = sum(piece.shape[1] for piece in self._pieces)
+        self.num_layers = num_layers
+        self._layer_nbytes = self.page_nbytes // num_layers
+        assert self._layer_nbytes * num_layers == self.page_nbytes, (self.page_nbytes, num_layers)
+        assert len(tensors) == 1 or num_layers == 1 or all(p.shape[1] == self._layer_nbytes for p in self._pieces)
 
     def copy_out(self, block_id: int, block: npt.NDArray[np.uint8]) -> None:
         """Copy a page into `block [page_nbytes] uint8`. Releases the GIL, and never broadcasts."""
-        assert block.shape == (self.page_nbytes,), (block.shape, self.page_nbytes)
-        assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)
-        start = 0
-        for piece in self._pieces:
-            end = start + piece.shape[1]
-            np.copyto(block[start:end], piece[block_id])
-            start = end
+        self.copy_out_layers(block_id, block, range(self.num_layers))
 
     def copy_in(self, block_id: int, block: npt.NDArray[np.uint8]) -> None:
         """Copy `block [page_nbytes] uint8` into a page. Releases the GIL, and never broadcasts."""
+        self.copy_in_layers(block_id, block, range(self.num_layers))
+
+    def copy_out_layers(self, block_id: int, block: npt.NDArray[np.uint8], layers: range) -> None:
+        """Of a page only these layers, to their place in `block`."""
+        for in_block, in_page in self._runs(block_id, block, layers):
+            np.copyto(in_block, in_page)
+
+    def copy_in_layers(self, block_id: int, block: npt.NDArray[np.uint8], layers: range) -> None:
+        """Of `block` only these layers, to their place in a page."""
+        for in_block, in_page in self._runs(block_id, block, layers):
+            np.copyto(in_page, in_block)
+
+    def _runs(
+        self, block_id: int, block: npt.NDArray[np.uint8], layers: range
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """The layers' runs of bytes: in the block, and in the page."""
         assert block.shape == (self.page_nbytes,), (block.shape, self.page_nbytes)
         assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)
+        assert 0 <= layers.start <= layers.stop <= self.num_layers, (layers, self.num_layers)
+        assert layers.step == 1, layers
+        first, last = layers.start * self._layer_nbytes, layers.stop * self._layer_nbytes
         start = 0
         for piece in self._pieces:
-            end = start + piece.shape[1]
-            np.copyto(piece[block_id], block[start:end])
-            start = end
+            low, high = max(first, start), min(last, start + piece.shape[1])
+            if low < high:
+                yield block[low:high], piece[block_id, low - start : high - start]
+            start += piece.shape[1]
 
 
 def pages_as_bytes(pages: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -16,7 +16,7 @@ Its size depends only on the sequence's own length, never on its neighbours: nei
 sequence changes when a long one joins the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
@@ -25,12 +25,28 @@ GATHER_TOKENS = 256
 """Decode gathers are padded to multiples of this: at most 256 wasted tokens a sequence, a group of its own for each multiple."""
 
 
-class PrefillChunk:
-    """Attention for the tokens [start, end) of one sequence. `pages [num_pages, L, H, T, P, D]`, `block_ids` its table."""
+class LayerMissing(Exception):
+    """A layer that the chunk attends to did not come in time; what was computed so far is of no use."""
 
-    def __init__(self, pages: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> None:
+
+class PrefillChunk:
+    """Attention for the tokens [start, end) of one sequence. `pages [num_pages, L, H, T, P, D]`, `block_ids` its table.
+
+    `wait_for_layer`: pages before `start` are still being loaded; called with each layer before it is read. When it returns
+    False, LayerMissing is raised.
+    """
+
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        block_ids: Sequence[int],
+        start: int,
+        end: int,
+        wait_for_layer: Callable[[int], bool] | None = None,
+    ) -> None:
         block_tokens = pages.shape[3]
         self._pages = pages
+        self._wait_for_layer = wait_for_layer
         self._num_tokens, self._context = end - start, end
         self._table = torch.tensor(block_ids[: -(-end // block_tokens)])
         positions = torch.arange(start, end)
@@ -43,6 +59,8 @@ class PrefillChunk:
         """See model.Attention."""
         rows, heads, dim = q.shape
         n, kv_heads = self._num_tokens, k.shape[1]
+        if self._wait_for_layer is not None and not self._wait_for_layer(layer):
+            raise LayerMissing
         _write(self._pages, layer, self._slots, k[:n], v[:n])
         keys, values = self._gather(layer)
         # Query heads that share a KV head lie side by side: [H, group, n, D] against an expanded [H, group, context, D].

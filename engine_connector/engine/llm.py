@@ -34,7 +34,7 @@ from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
 from kvstore.engine_connector.engine.sequence import FinishReason
 from kvstore.engine_connector.engine.sequence import Sequence as EngineSequence
 from kvstore.engine_connector.fingerprint import weights_fingerprint
-from kvstore.engine_connector.protocol import Connector, SessionHints
+from kvstore.engine_connector.protocol import Connector, LayerwiseScheduler, LayerwiseWorker, SessionHints
 from kvstore.kernels.paged import allocate_pages
 
 Prompt = str | Sequence[int]
@@ -67,8 +67,9 @@ class LLM:
 
     `connector_factory` gets the KVSpec and returns both sides of a connector; None runs without a store. Greedy output
     does not depend on the store, on the batch, nor on preemption, except where the two best logits lie within
-    tie_epsilon (ARCHITECTURE.md, "the same tokens"). At most `max_waiting` requests of add_request and stream wait for
-    pages; more are refused. Raises ConfigError for a model file or setting that cannot work.
+    tie_epsilon (ARCHITECTURE.md, "the same tokens"). At most `max_waiting` requests of add_request and stream wait,
+    besides those for which the batch has room; more are refused. Raises ConfigError for a model file or setting that cannot
+    work.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LLM:
         kv_dtype: str = "float16",
         prefix_caching: bool = True,
         hash_seed: str = "",
+        layerwise: bool = False,
         clock: Clock | None = None,
     ) -> None:
         checks.check_numbers(
@@ -118,7 +120,12 @@ class LLM:
         )
         self._runner = Runner(Transformer(loaded.config, loaded.weights), pages, self._connector.worker)
         self._scheduler = Scheduler(
-            config, self._blocks, self._connector.scheduler, self.tokenizer.stop_ids, self._runner.copy_page
+            config,
+            self._blocks,
+            self._connector.scheduler,
+            self.tokenizer.stop_ids,
+            self._runner.copy_page,
+            layerwise=_layerwise(self._connector) if layerwise else None,
         )
         self._max_batch = max_batch
         self._admission = Admission(max_waiting)
@@ -177,7 +184,7 @@ class LLM:
         params = params or SamplingParams()
         token_ids = self._check(prompt, params)
         self._check_first(len(token_ids), first_token_ids, params)
-        self._admission.check(self._scheduler.num_waiting, self._clock.now_s())
+        self._admission.check(self._scheduler.num_queued, self._clock.now_s())
         return self._add(token_ids, params, options, request_id, inbox=None, first_token_ids=first_token_ids).request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -294,11 +301,11 @@ class LLM:
             self._scheduler.take_output(self._runner.report_not_taken(step.meta))
             self._hand_out_failed()
             raise
-        for sequence in self._scheduler.update(step, result.sampled, result.output):
+        for sequence in self._scheduler.update(step, result.sampled, result.output, result.void):
             self._hand_out(sequence)
         self._hand_out_failed()
         num_departed = self._scheduler.num_admitted - num_admitted
-        self._admission.observe(self._scheduler.num_waiting, num_departed, self._clock.now_s())
+        self._admission.observe(self._scheduler.num_queued, num_departed, self._clock.now_s())
 
     def _hand_out(self, sequence: EngineSequence) -> None:
         """The token that a sequence has got."""
@@ -337,7 +344,7 @@ class LLM:
         self, token_ids: list[int], params: SamplingParams, options: RequestOptions | None
     ) -> Iterator[TokenDelta]:
         inbox: list[TokenDelta] = []
-        self._admission.check(self._scheduler.num_waiting, self._clock.now_s())
+        self._admission.check(self._scheduler.num_queued, self._clock.now_s())
         live = self._add(token_ids, params, options, None, inbox=inbox)
         try:
             while not live.ended or inbox:
@@ -399,6 +406,12 @@ class LLM:
         for live in lives:
             if not live.ended:
                 self.abort(live.request_id)
+
+
+def _layerwise(connector: Connector) -> LayerwiseScheduler | None:
+    """What both sides must have, or neither is asked."""
+    scheduler, worker = connector
+    return scheduler if isinstance(scheduler, LayerwiseScheduler) and isinstance(worker, LayerwiseWorker) else None
 
 
 def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: str, hashing: HashScheme) -> KVSpec:

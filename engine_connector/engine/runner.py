@@ -1,23 +1,32 @@
 """Executes steps: owns the pages, runs the model over a step's work, calls the connector's worker side in its order."""
 
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
+from kvstore.engine_connector.engine.attention import DecodeBatch, LayerMissing, PrefillChunk
 from kvstore.engine_connector.engine.model import Transformer
 from kvstore.engine_connector.engine.product import pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.step import ScheduledSequence, Step
-from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput, WorkerSide
+from kvstore.engine_connector.protocol import ConnectorMetadata, LayerwiseWorker, SaveJob, WorkerOutput, WorkerSide
 from kvstore.kernels.paged import PagedCache
 
 
 class StepResult(NamedTuple):
-    """`num_samples` tokens for each share of the step, in order of `step.scheduled`, and the connector's news."""
+    """`num_samples` tokens for each share of the step that is not void, in order of `step.scheduled`, and the connector's
+    news."""
 
     sampled: list[SampledToken]
     output: WorkerOutput
+    void: frozenset[str] = frozenset()  # requests whose load by layers did not come in time
+
+
+class _Computed(NamedTuple):
+    sampled: list[SampledToken]
+    void: frozenset[str]
 
 
 class Runner:
@@ -30,7 +39,8 @@ class Runner:
         self._worker = worker
         self._loads_taken_of: ConnectorMetadata | None = None  # the last step whose loads the worker took, and saves
         self._saves_taken_of: ConnectorMetadata | None = None
-        worker.register_pages(PagedCache([pages]))
+        self._void_saves: tuple[SaveJob, ...] = ()  # of the last step; the worker does not get them
+        worker.register_pages(PagedCache([pages], num_layers=pages.shape[1]))
 
     @torch.inference_mode()
     def execute(self, step: Step, *, idle_wait_s: float) -> StepResult:
@@ -38,10 +48,12 @@ class Runner:
         self._worker.handle_preemptions(step.meta)
         self._worker.start_load(step.meta)
         self._loads_taken_of = step.meta
-        sampled = self._forward(step) if step.scheduled else []
-        self._worker.start_save(step.meta)
+        sampled, void = self._forward(step) if step.scheduled else _Computed([], frozenset())
+        self._void_saves = tuple(job for job in step.meta.saves if job.request_id in void)
+        self._worker.start_save(_without(step.meta, self._void_saves))
         self._saves_taken_of = step.meta
-        return StepResult(sampled, self._worker.get_output(wait_s=0.0 if step.scheduled else idle_wait_s))
+        output = self._worker.get_output(wait_s=0.0 if step.scheduled else idle_wait_s)
+        return StepResult(sampled, _with_failed(output, self._void_saves), void)
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:
@@ -51,25 +63,31 @@ class Runner:
     def report_not_taken(self, meta: ConnectorMetadata) -> WorkerOutput:
         """After `execute` raised: every job that the worker has not got, as failed. The others it reports itself."""
         loads = () if self._loads_taken_of is meta else meta.loads
-        saves = () if self._saves_taken_of is meta else meta.saves
+        saves = self._void_saves if self._saves_taken_of is meta else meta.saves
         failed = {move.block_id for job in loads for move in job.moves}
         failed.update(block_id for job in loads for block_id in job.lost_block_ids)
-        return WorkerOutput(
-            finished_loading=frozenset(job.request_id for job in loads),
-            failed_block_ids=frozenset(failed),
-            finished_saving=tuple((job.job_id, (False,) * len(job.moves)) for job in saves),
+        output = WorkerOutput(
+            finished_loading=frozenset(job.request_id for job in loads), failed_block_ids=frozenset(failed)
         )
+        return _with_failed(output, saves)
 
-    def _forward(self, step: Step) -> list[SampledToken]:
+    def _forward(self, step: Step) -> _Computed:
         self._zero_opened_pages(step)
         rows = [self._decode(step.decodes)] if step.decodes else []
+        void: set[str] = set()
         for chunk in step.chunks:
-            hidden = self._prefill(chunk)
+            try:
+                hidden = self._prefill(chunk)
+            except LayerMissing:
+                void.add(chunk.sequence.request_id)
+                continue
             if chunk.num_samples:
                 rows.append(hidden[chunk.num_tokens - 1 : chunk.num_tokens])
-        sampling = [share for share in step.scheduled if share.num_samples]
-        if not sampling:
-            return []
+        sampling = [s for s in step.scheduled if s.num_samples and s.sequence.request_id not in void]
+        return _Computed(self._sample(rows, sampling) if sampling else [], frozenset(void))
+
+    def _sample(self, rows: list[torch.Tensor], sampling: list[ScheduledSequence]) -> list[SampledToken]:
+        """Of the last hidden states of shares whose tokens are all computed."""
         logits = self._model.logits(torch.cat(rows))
         specs = [_specs(share) for share in sampling]
         if any(share.num_samples > 1 for share in sampling):
@@ -88,7 +106,11 @@ class Runner:
         """Hidden states `[num_tokens or more, hidden]`; rows beyond num_tokens are padding."""
         sequence = chunk.sequence
         tokens = torch.tensor(sequence.token_ids[chunk.start : chunk.end])
-        attention = PrefillChunk(self._pages, sequence.block_ids, chunk.start, chunk.end)
+        wait = None
+        if chunk.loading:
+            assert isinstance(self._worker, LayerwiseWorker)
+            wait = partial(self._worker.wait_for_layer, sequence.request_id)
+        attention = PrefillChunk(self._pages, sequence.block_ids, chunk.start, chunk.end, wait)
         return self._model.hidden(pad_rows(tokens), pad_rows(torch.arange(chunk.start, chunk.end)), attention)
 
     def _zero_opened_pages(self, step: Step) -> None:
@@ -105,6 +127,16 @@ class Runner:
         ]
         if opened:
             self._pages[torch.tensor(opened)] = 0
+
+
+def _without(meta: ConnectorMetadata, saves: tuple[SaveJob, ...]) -> ConnectorMetadata:
+    return replace(meta, saves=tuple(job for job in meta.saves if job not in saves)) if saves else meta
+
+
+def _with_failed(output: WorkerOutput, saves: tuple[SaveJob, ...]) -> WorkerOutput:
+    """With these saves reported too, as not written."""
+    failed = tuple((job.job_id, (False,) * len(job.moves)) for job in saves)
+    return replace(output, finished_saving=(*output.finished_saving, *failed))
 
 
 def _specs(share: ScheduledSequence) -> list[SampleSpec]:

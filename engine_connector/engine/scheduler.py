@@ -15,11 +15,19 @@ all pages to itself is refused by LLM before it gets here. The queue's head wait
 
 A request for n samples is prefilled once and forks when its prompt is computed: the samples share all pages, and where
 the prompt ends within a page, all but the first get a copy of that one, since each writes it in its next step.
+
+With `layerwise`, a request whose load may go by layers waits for its KV within the step: its next chunk is scheduled in the
+same step, as if the load were done, and attends to each layer as it arrives. Until the step is over it counts as loading, so
+if the load fails or is late nothing but the chunk is lost:
+
+    waiting -> waiting for KV, chunk in the same step -> load good: the chunk counts, running
+                                                      -> load failed: the chunk is void, running from the first failed block
+                                                      -> load late, or the step broke off: the chunk is void, waiting for KV
 """
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -27,7 +35,7 @@ from kvstore.engine_connector.engine.block_manager import BlockManager
 from kvstore.engine_connector.engine.sampler import SampledToken
 from kvstore.engine_connector.engine.sequence import Counts, FinishReason, Rank, Sequence, Status
 from kvstore.engine_connector.engine.step import ScheduledSequence, Step
-from kvstore.engine_connector.protocol import ScheduledRequest, SchedulerSide, WorkerOutput
+from kvstore.engine_connector.protocol import LayerwiseScheduler, ScheduledRequest, SchedulerSide, WorkerOutput
 
 CopyPage = Callable[[int, int], None]
 """Copies the content of one page (the first) to another, at once. Called between steps only."""
@@ -63,12 +71,15 @@ class Scheduler:
         connector: SchedulerSide,
         stop_ids: frozenset[int],
         copy_page: CopyPage,
+        *,
+        layerwise: LayerwiseScheduler | None = None,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._connector = connector
         self._stop_ids = stop_ids
         self._copy_page = copy_page
+        self._layerwise = layerwise
         self._waiting: list[Sequence] = []  # each list by rank
         self._running: list[Sequence] = []
         self._loading: dict[str, Sequence] = {}
@@ -93,6 +104,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences without pages: new ones and preempted ones."""
         return len(self._waiting)
+
+    @property
+    def num_queued(self) -> int:
+        """Of those that wait, the ones for which the batch has no room now: a burst on an idle engine is no queue."""
+        return max(0, len(self._waiting) - (self._config.max_batch - self._num_slots()))
 
     @property
     def num_loading(self) -> int:
@@ -151,17 +167,21 @@ class Scheduler:
         meta = self._connector.build_connector_meta(shares, frozenset(preempted))
         return Step(tuple(chunks), tuple(decodes), meta)
 
-    def update(self, step: Step, sampled: Seq[SampledToken], output: WorkerOutput) -> list[Sequence]:
-        """Take a step's results: `num_samples` tokens for each share, in order of `step.scheduled`.
+    def update(
+        self, step: Step, sampled: Seq[SampledToken], output: WorkerOutput, void: Collection[str] = ()
+    ) -> list[Sequence]:
+        """Take a step's results: `num_samples` tokens for each share, in order of `step.scheduled`, except for those of the
+        requests `void`, whose load did not come in time.
 
         Returns the sequences that got a token, new samples among them. They may be finished.
         """
-        for share in step.scheduled:
-            self._advance(share)
         self.take_output(output)
+        shares = [share for share in step.scheduled if share.sequence.request_id not in void]
+        for share in shares:
+            self._advance(share)
         grown: list[Sequence] = []
         first = 0
-        for share in step.scheduled:
+        for share in shares:
             tokens = sampled[first : first + share.num_samples]
             first += len(tokens)
             grown += self._append(share.sequence, tokens)
@@ -226,9 +246,7 @@ class Scheduler:
         if index == len(sequence.block_ids) or self._blocks.num_holders(sequence.block_ids[index]) == 1:
             return
         if self._blocks.num_free == 0:
-            self._preempt(
-                sequence
-            )  # nothing is being saved from it: what it holds is others' too, or computed before it was
+            self._preempt(sequence)  # the worker need not hear of it: nothing has been saved in its name yet
             return
         shared, (own,) = sequence.block_ids[index], self._blocks.allocate(1)
         self._copy_page(shared, own)
@@ -276,12 +294,29 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, chunks: list[ScheduledSequence]) -> bool:
         """Schedule the sequence up to the next multiple of chunk_tokens, if this step has room for it."""
-        start, size = sequence.num_computed_tokens, self._config.chunk_tokens
-        num_tokens = min((start // size + 1) * size, sequence.num_tokens) - start
-        if sum(chunk.num_tokens for chunk in chunks) + num_tokens > size:
+        chunk = self._next_chunk(sequence, sequence.num_computed_tokens)
+        if not self._has_room(chunk, chunks):
             return False
-        chunks.append(ScheduledSequence(sequence, start, num_tokens))
+        chunks.append(chunk)
         return True
+
+    def _next_chunk(self, sequence: Sequence, start: int) -> ScheduledSequence:
+        size = self._config.chunk_tokens
+        return ScheduledSequence(sequence, start, min((start // size + 1) * size, sequence.num_tokens) - start)
+
+    def _has_room(self, chunk: ScheduledSequence, chunks: list[ScheduledSequence]) -> bool:
+        return sum(each.num_tokens for each in chunks) + chunk.num_tokens <= self._config.chunk_tokens
+
+    def _attend_while_loading(self, sequence: Sequence, chunks: list[ScheduledSequence]) -> None:
+        """Schedule the chunk behind a load that has just started, if the load can go by layers. Not a decode, which would hold
+        up the whole batch; nor behind a tail, whose page the chunk would write while it is loaded."""
+        start = sequence.num_computed_tokens + sequence.num_loading_tokens
+        chunk = replace(self._next_chunk(sequence, start), loading=True)
+        is_chunk = start < sequence.num_tokens - 1 and start % self._config.block_tokens == 0
+        if self._layerwise is None or not is_chunk or not self._has_room(chunk, chunks):
+            return
+        if self._layerwise.load_by_layers(sequence):
+            chunks.append(chunk)
 
     def _admit(self, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence]) -> None:
         while self._waiting and self._num_slots() + self._waiting[0].num_samples <= self._config.max_batch:
@@ -293,6 +328,7 @@ class Scheduler:
             del self._waiting[0]
             self._allocate(sequence, matched, num_new)
             if sequence.status is not Status.RUNNING:
+                self._attend_while_loading(sequence, chunks)
                 continue
             if sequence.num_computed_tokens == sequence.num_tokens - 1:
                 decodes.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))

@@ -13,6 +13,7 @@ class ScheduledSequence:
     sequence: Sequence
     start: int
     num_tokens: int
+    loading: bool = False  # tokens before `start` arrive meanwhile, layer by layer; if they do not, the share is void
 
     @property
     def end(self) -> int:

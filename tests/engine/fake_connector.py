@@ -140,7 +140,7 @@ class FakeConnector:
         return ConnectorMetadata(tuple(load.job for load in loads), tuple(saves), preempted_request_ids)
 
     def _plan_save(self, share: ScheduledRequest) -> list[SaveJob]:
-        assert share.request.request_id not in self._loads, "computed while its pages are being loaded"
+        assert self._may_compute(share.request), "computed while its pages are being loaded"
         step = self.spec.block_tokens
         first = share.num_computed_tokens // step
         last = (share.num_computed_tokens + share.num_scheduled_tokens) // step
@@ -153,6 +153,9 @@ class FakeConnector:
         job = SaveJob(self._num_jobs, share.request.request_id, b"boot", moves)
         self._saves[job.job_id] = _Save(job, hashes)
         return [job]
+
+    def _may_compute(self, request: Request) -> bool:
+        return request.request_id not in self._loads
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         for request_id in output.finished_loading:

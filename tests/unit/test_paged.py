@@ -101,3 +101,37 @@ def test_a_block_of_another_size_is_never_broadcast(nbytes):
 
     with pytest.raises(AssertionError):
         cache.copy_in(0, np.zeros(nbytes, np.uint8))
+
+
+def test_layers_of_a_page_go_out_and_in_alone_whatever_the_pieces_are():
+    """In one piece a page, and in a piece a layer: the same bytes."""
+    pages = _numbered(4, 6, 2, 5)
+    whole = PagedCache([pages], num_layers=6)
+    in_pieces = PagedCache([pages[:, layer] for layer in range(6)], num_layers=6)
+    target = torch.zeros_like(pages)
+    for cache in (whole, in_pieces):
+        block = np.zeros(cache.page_nbytes, np.uint8)
+
+        cache.copy_out_layers(3, block, range(1, 4))
+        PagedCache([target], num_layers=6).copy_in_layers(2, block, range(2, 6))
+
+        layers = block.view(np.float32).reshape(6, 2, 5)
+        assert np.array_equal(layers[1:4], pages[3, 1:4].numpy())
+        assert not layers[[0, 4, 5]].any()
+        assert torch.equal(target[2, 2:4], pages[3, 2:4])
+        assert not target[2, [0, 1, 4, 5]].any()
+
+
+@pytest.mark.parametrize("layers", [range(1, 7), range(-1, 2), range(3, 1), range(0, 4, 2)])
+def test_layers_that_a_page_has_not_are_refused(layers):
+    cache = PagedCache([_numbered(2, 6, 5)], num_layers=6)
+
+    with pytest.raises(AssertionError):
+        cache.copy_in_layers(0, np.zeros(cache.page_nbytes, np.uint8), layers)
+
+
+def test_a_page_that_is_not_so_many_equal_layers_is_refused():
+    with pytest.raises(AssertionError):
+        PagedCache([_numbered(2, 5)], num_layers=3)
+    with pytest.raises(AssertionError):
+        PagedCache([_numbered(2, 2), _numbered(2, 6)], num_layers=2)
