@@ -263,8 +263,9 @@ def test_a_preempted_request_resumes_from_the_store_generated_tokens_included(ma
 
 
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room(make_llm, prompt):
-    clock = ManualClock()
-    llm = make_llm(max_waiting=2, max_batch=1, clock=clock)
+    llm = make_llm(max_waiting=2, max_batch=1, clock=ManualClock())
+    llm.add_request(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.step()
     for _ in range(2):
         llm.add_request(prompt, GREEDY)
 
@@ -274,9 +275,20 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(make_llm, promp
         next(llm.stream(prompt, GREEDY))
 
     assert caught.value.fields == {"limit": "max_waiting", "value": 2, "retry_after_s": 1.0}
-    llm.step()  # one is admitted
+    while llm.stats().num_waiting == 2:
+        llm.step()
     llm.add_request(prompt, GREEDY)
     assert llm.stats().num_refused == 2
+
+
+def test_a_burst_that_the_batch_has_room_for_is_no_queue(make_llm, prompt):
+    llm = make_llm(max_waiting=1, max_batch=4)
+
+    llm.add_request(prompt, SamplingParams(n=2, max_tokens=2))
+    for _ in range(3):
+        llm.add_request(prompt, GREEDY)
+
+    assert llm.stats().num_waiting == 4
 
 
 def test_generate_may_have_more_prompts_than_may_wait(make_llm, prompt):
