@@ -29,8 +29,7 @@ class WriteBudget:
     def allows(self, nbytes: int, now_s: float) -> bool:
         """Whether a write of `nbytes` may begin now."""
         if self._bytes_per_day:
-            hour = self._hour(now_s)
-            self._written = {past: count for past, count in self._written.items() if past >= hour - _HOURS}
+            self._settle(self._hour(now_s))
             if sum(self._written.values()) + nbytes > self._bytes_per_day:
                 return False
         if not self._bytes_per_s:
@@ -46,6 +45,15 @@ class WriteBudget:
         if self._bytes_per_day:
             hour = self._hour(now_s)
             self._written[hour] = self._written.get(hour, 0) + nbytes
+
+    def _settle(self, hour: int) -> None:
+        """Leave out what is older than a day. What a clock that was ahead then put into hours to come counts as written now:
+        those hours may be years away."""
+        written: dict[int, int] = {}
+        for then, count in self._written.items():
+            if then >= hour - _HOURS:
+                written[min(then, hour)] = written.get(min(then, hour), 0) + count
+        self._written = written
 
     def _hour(self, now_s: float) -> int:
         return int((now_s + self._wall_offset_s) // _HOUR_S)

@@ -88,3 +88,10 @@ def test_what_was_given_stays_the_giver_s():
     budget.start(written, wall_offset_s=0.0)
     budget.spend(50, 0.0)
     assert written == {0: 10}
+
+
+def test_hours_that_a_clock_far_ahead_wrote_down_count_for_a_day_and_no_longer():
+    budget = WriteBudget(bytes_per_day=100)
+    budget.start({1_000_000: 60, 1_000_001: 30}, 0.0)
+    assert spend_all(budget, 10, 0.0) == 1, "they may have been written just now"
+    assert spend_all(budget, 10, 25 * HOUR_S) == 10

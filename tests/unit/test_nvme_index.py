@@ -228,6 +228,12 @@ class TestTables:
         assert written[128] == PAGE  # the slot, not the block's bytes
         assert written[129] == 3 * PAGE
 
+    def test_hours_far_ahead_of_the_clock_are_forgotten(self, tables: IndexTables) -> None:
+        """The clock was wrong when they were written down; a budget must not count them for years."""
+        for hour in (100, 1_000_000, 101):
+            tables.commit([record(hour)], NAMESPACES, hour)
+        assert tables.scan().written == {101: PAGE}
+
     def test_damaged_entries_are_named_and_the_others_read(self, tables: IndexTables, tmp_path: Path) -> None:
         tables.commit([record(number) for number in range(20)], NAMESPACES, 1)
         tables.close()

@@ -263,8 +263,10 @@ class IndexTables:
         before = decode_written(key, txn.get(key, b"", db=table))
         txn.put(*encode_written(hour, nbytes + (before[1] if before else 0)), db=table)
         oldest, _ = encode_written(max(hour - KEPT_HOURS + 1, 0), 0)
-        for old in [old for old in txn.cursor(db=table).iternext(values=False) if old < oldest]:
-            txn.delete(old, db=table)
+        newest, _ = encode_written(hour + KEPT_HOURS, 0)  # beyond it the clock was wrong then, or is now
+        for other in list(txn.cursor(db=table).iternext(values=False)):
+            if not oldest <= other <= newest:
+                txn.delete(other, db=table)
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
