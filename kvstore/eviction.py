@@ -1,7 +1,7 @@
 """Which block to give up next."""
 
 import heapq
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class LeafLru:
         self._candidates = candidates
         self._heap: list[int] = []
         self._queued = bytearray()
-        self._cooled: deque[tuple[int, int]] = deque()  # row, and its last use when it was cooled
+        self._cooled: OrderedDict[int, int] = OrderedDict()  # by row: its last use when it was cooled
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
@@ -68,12 +68,14 @@ class LeafLru:
 
     def cool(self, rows: Iterable[int]) -> None:
         """See EvictionPolicy. What is in the heap stays there: it is found not evictable when it comes to the top."""
-        self._cooled.extend((row, self._index.last_use_at[row]) for row in rows)
+        for row in rows:
+            self._cooled[row] = self._index.last_use_at[row]
+            self._cooled.move_to_end(row)
 
     def next_victim(self) -> int | None:
         """See EvictionPolicy."""
         while self._cooled:
-            row, last_use = self._cooled.popleft()
+            row, last_use = self._cooled.popitem(last=False)
             if self._index.last_use_at[row] == last_use and self._candidates.is_evictable(row):
                 return row
         heap = self._heap

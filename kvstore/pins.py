@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from kvstore.index import KEPT, MORTAL, BlockIndex, Rows
 
+_HEAP_SLACK = 1024
+
 
 class _Due(NamedTuple):
     """Sorted by time. The row may be another block's by then; the key tells."""
@@ -42,6 +44,8 @@ class Pins:
 
     def keep(self, rows: Rows, until_s: float) -> None:
         """Keep blocks until then."""
+        if len(self._kept) > 2 * len(self._until_s) + _HEAP_SLACK:
+            self._rebuild_kept()
         self._index.marks[rows] |= KEPT
         for row in rows.tolist():
             self._until_s[row] = until_s
@@ -87,6 +91,14 @@ class Pins:
                 assert _Due(self._until_s[row], row, index.keys[row]) in self._kept
             if index.marks_at[row] & MORTAL:
                 assert (row, index.keys[row]) in timed
+
+    def _rebuild_kept(self) -> None:
+        """Without the times of pins that were moved or ended: who pins a session at each of its turns leaves one each time."""
+        index = self._index
+        self._kept = [
+            _Due(until_s, row, index.keys[row]) for row, until_s in self._until_s.items() if index.marks_at[row] & KEPT
+        ]
+        heapq.heapify(self._kept)
 
     def _pop(self, heap: list[_Due], now_s: float) -> Iterator[tuple[int, float]]:
         """Rows that are still the same blocks, and the times that are over."""

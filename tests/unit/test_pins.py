@@ -194,3 +194,20 @@ def test_an_aborted_block_leaves_no_time_behind_for_the_next_in_its_row():
     store.store.expire(5.0)
     assert store.match(["b"]) == 1
     assert store.tier().ready_bytes == PAGE
+
+
+def test_pinning_a_prefix_or_cooling_it_again_and_again_costs_no_memory():
+    store = SmallSpill(drives=(4,))
+    store.put(ANNA, names("a", 4))
+    for i in range(3000):
+        store.store.pin(store.namespace, store.keys(names("a", 4)), 86400.0, float(i))
+        store.store.cool(store.namespace, store.keys(names("a", 4)), float(i))
+    pin(store, names("a", 4), 10.0, now_s=3000.0)
+
+    assert len(store.store._pins._kept) < 2000
+    assert len(store.store._blocks.policy._cooled) == 4  # type: ignore[attr-defined]
+    assert len(store.store._spill.nvme.policy._cooled) == 4  # type: ignore[attr-defined]
+    store.store.expire(3010.0)
+    assert store.store.next_expiry_s() is None or store.store.next_expiry_s() > 3010.0
+    fill(store, "b", now_s=3010.0)
+    assert store.match(names("a", 4)) == 0
