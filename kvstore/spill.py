@@ -21,6 +21,7 @@ from kvstore.core.blocks import Extent, SlotArrays
 from kvstore.core.events import Event
 from kvstore.core.limits import (
     DRIVE_RETRY_S,
+    EVICTION_SLICE_BLOCKS,
     MAX_WRITE_BACKLOG_BLOCKS,
     MAX_WRITES_IN_FLIGHT_BYTES,
     MAX_WRITING_FRACTION,
@@ -362,7 +363,7 @@ class Spill:
             entry = self._index.namespace_of(row)
             num_free = self._slots.num_free(entry.slot_nbytes)
             if not num_free:
-                if self._retired or self._evict_for(entry, chain[0]):
+                if self._evict_for(entry, chain[0]):
                     return
                 self._backlog.popleft()
                 self._counters["skipped_writes_no_space_total"] += 1
@@ -418,16 +419,23 @@ class Spill:
         return [] if row != NO_PARENT and nvme[row] == LEAVING else chain[::-1]
 
     def _evict_for(self, entry: Namespace, row: int) -> bool:
-        """Take the coldest blocks from the drives, a good part at once since removals are committed in groups, but not the
-        block that `row` follows. Their slots come back later. Whether there were any."""
+        """Take the coldest blocks from the drives, whatever their size, but not the block that `row` follows: a slice in a turn
+        of the loop, until a good part is being removed, since removals are committed in groups. Their slots come back later.
+        Whether there are any to wait for."""
+        wanted = max(entry.slot_nbytes, int(self._slots.capacity_bytes * _EVICTED_AT_ONCE_FRACTION))
         parent = self._index.parent_at[row]
         kept = np.array([parent] if parent != NO_PARENT else [], np.int64)
         self.nvme.ref(kept)
-        count = max(1, int(self._slots.capacity_bytes * _EVICTED_AT_ONCE_FRACTION) // entry.slot_nbytes)
-        num_evicted = self.nvme.evict(count, entry.slot_nbytes).num_blocks
+        num_evicted = 0
+        while (missing := wanted - self._slots.limbo_bytes + self.quarantined_bytes) > 0:
+            count = min(max(1, missing // entry.slot_nbytes), EVICTION_SLICE_BLOCKS - num_evicted)
+            evicted = self.nvme.evict(count, entry.slot_nbytes).num_blocks if count else 0
+            if not evicted:
+                break
+            num_evicted += evicted
         self.nvme.unref(kept)
         self._counters["nvme_evicted_blocks_total"] += num_evicted
-        return num_evicted > 0
+        return bool(self._retired)
 
     def _clean_ahead(self) -> None:
         """Enough of the arena is free, or on a drive too, that a burst of puts need not drop what is nowhere else."""

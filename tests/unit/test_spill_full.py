@@ -49,6 +49,41 @@ def test_a_full_drive_gives_up_the_tail_of_its_coldest_sequence_and_waits_until_
     assert small.names(small.orders() or small.forgets) == ["0"]
 
 
+def test_a_full_drive_gives_up_a_slice_in_a_turn_until_a_good_part_is_being_removed(monkeypatch: pytest.MonkeyPatch):
+    """Thousands at once would keep every engine waiting."""
+    monkeypatch.setattr("kvstore.spill.EVICTION_SLICE_BLOCKS", 3)
+    small = SmallSpill(drives=(32,), restored=[f"r{i}" for i in range(512)])
+    small.put(ANNA, "x")
+
+    seen = []
+    for _ in range(5):
+        assert small.orders() == []
+        seen.append(len(small.forgets))
+
+    assert seen == [3, 6, 8, 8, 8], "a 64th of the drive"
+    assert small.names(small.forgets) == [f"r{i}" for i in range(511, 503, -1)]
+    small.commit_index()
+    assert small.names(small.orders()) == ["x"]
+    assert len(small.forgets) == 0
+
+
+def test_colder_blocks_of_another_size_leave_a_full_drive_as_many_at_a_time_as_of_the_same():
+    small = SmallSpill(num_segments=8, drives=(4,))
+    for i in range(64):
+        small.put(ANNA, [f"k{i}"])
+    assert len(small.settle()) == 64
+
+    small.put(ANNA, "x", namespace=small.open(spec(pages=4, weights="large")))
+
+    num_commits = 0
+    while not (moves := small.orders()):
+        assert small.names(small.forgets) == [f"k{i}" for i in range(4 * num_commits, 4 * num_commits + 4)]
+        small.commit_index()
+        num_commits += 1
+    assert small.names(moves) == ["x"]
+    assert num_commits == 4, "a segment is empty"
+
+
 def test_of_a_chain_is_written_what_there_are_slots_for_and_the_rest_when_there_are_more():
     small = SmallSpill(drives=(1,), write_policy="write_through_selective")
     small.put(ANNA, "abcd")
