@@ -15,7 +15,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.engine.llm import LLM, RequestOutput
 from kvstore.engine_connector.engine.sampler import SamplingParams
-from kvstore.engine_connector.protocol import Connector, HandOver, Pages
+from kvstore.engine_connector.protocol import Connector, HandOver, LayeredPages, Pages
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.worker_side import StoreWorkerSide
@@ -52,6 +52,16 @@ class WatchedPages:
     def copy_out(self, block_id: int, block: np.ndarray) -> None:
         self._count("out")
         self.pages.copy_out(block_id, block)
+
+    @property
+    def num_layers(self) -> int:
+        assert isinstance(self.pages, LayeredPages)
+        return self.pages.num_layers
+
+    def copy_in_layers(self, block_id: int, block: np.ndarray, layers: range) -> None:
+        assert isinstance(self.pages, LayeredPages)
+        self._count("in")
+        self.pages.copy_in_layers(block_id, block, layers)
 
     def _count(self, way: str) -> None:
         self.num_copies[way] += 1
