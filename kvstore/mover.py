@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError, Overloaded
 from kvstore.core.keys import KVSpec
-from kvstore.core.limits import MAX_REPORTS_PER_TURN, RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
+from kvstore.core.limits import MAX_REPORTS_PER_TURN, MAX_TOUCHES_PER_TURN, RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import Forget, Move, MoveDone, MoveProblem, Touch
 from kvstore.store import Store
 
@@ -34,6 +34,7 @@ TICK_S = 0.5
 """How often the store is asked for what time alone brings: budgets, the write-back cleaner."""
 
 _DRAIN_FRACTION = 0.5  # of the time to stop, for moves ordered before; the rest is for the group commit
+_CLOSE_FRACTION = 0.25  # of it, for that commit, however much recency there is to write down
 _CLOSE_GRACE_S = 0.1  # for a tier that used up its time
 T = TypeVar("T")
 
@@ -244,7 +245,8 @@ class Mover:
             return
         await self._drain(deadline_s * _DRAIN_FRACTION)
         if self._phase is _Phase.MOVING:
-            self._tier.touch(self._store.take_touches())
+            while self._write_recency() and self._loop.time() < until_s - deadline_s * _CLOSE_FRACTION:
+                pass
         self._moved.close()
         self._forgotten.close()
         left_s = max(0.0, until_s - self._loop.time())
@@ -272,11 +274,16 @@ class Mover:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         now_s = self._clock.now_s()
         self._store.tick(now_s)
-        if now_s >= self._flush_due_s and self._phase is _Phase.MOVING:
+        if now_s >= self._flush_due_s and self._phase is _Phase.MOVING and not self._write_recency():
             self._flush_due_s = now_s + RECENCY_FLUSH_S
-            if touches := self._store.take_touches():
-                self._tier.touch(touches)
         self.pump()
+
+    def _write_recency(self) -> bool:
+        """A turn's worth of what changed; whether there may be more."""
+        touches = self._store.take_touches()
+        if touches:
+            self._tier.touch(touches)
+        return len(touches) == MAX_TOUCHES_PER_TURN
 
     async def _drain(self, deadline_s: float) -> None:
         """Wait for the moves under way, and for those that the store orders behind them."""

@@ -22,6 +22,7 @@ from kvstore.core.events import Event
 from kvstore.core.limits import (
     DRIVE_RETRY_S,
     EVICTION_SLICE_BLOCKS,
+    MAX_TOUCHES_PER_TURN,
     MAX_WRITE_BACKLOG_BLOCKS,
     MAX_WRITES_IN_FLIGHT_BYTES,
     MAX_WRITING_FRACTION,
@@ -39,7 +40,6 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 _CLEAN_FRACTION = 0.25  # of the arena: so much is kept free or already on a drive, ahead of demand
 _EVICTED_AT_ONCE_FRACTION = 1 / 64  # of the drives, when they are full: removals are committed in groups
 _MAX_RUN_BLOCKS = 256  # ordered to be written together
-_MAX_TOUCHES = 65536  # recency written down at once
 _UNREADABLE_S = 5.0  # a drive that is gone is not promised to anybody for so long
 
 
@@ -285,12 +285,16 @@ class Spill:
         return orders
 
     def take_touches(self) -> list[Touch]:
-        """Recency of blocks on the drives that changed since it was last asked; at most _MAX_TOUCHES, the rest next time."""
+        """Recency of blocks on the drives that changed since it was last asked; at most MAX_TOUCHES_PER_TURN, the
+        least recent first, and the rest next time."""
         index, table = self._index, self.nvme.table
         rows = index.used_since(self._flushed_sequence)
         rows = rows[table.state[rows] == READY]
-        rows = rows[np.argsort(index.last_use[rows])][:_MAX_TOUCHES]
-        self._flushed_sequence = int(index.last_use[rows[-1]]) if len(rows) == _MAX_TOUCHES else index.sequence
+        most = MAX_TOUCHES_PER_TURN
+        if len(rows) > most:  # a tenth of the time that it takes to sort a million
+            rows = rows[np.argpartition(index.last_use[rows], most - 1)[:most]]
+        rows = rows[np.argsort(index.last_use[rows])]
+        self._flushed_sequence = int(index.last_use[rows[-1]]) if len(rows) == most else index.sequence
         return [
             Touch(
                 index.namespace_of(row).namespace,

@@ -116,6 +116,9 @@ MAX_DRIVE_ERRORS = 8
 RECENCY_FLUSH_S = 30.0
 """How often the recency of blocks on the drives is written down. A crash loses so much of the order, and nothing else."""
 
+MAX_TOUCHES_PER_TURN = 2048
+"""Blocks whose recency the loop takes down in one turn; some 5 ms. The rest waits for the next tick."""
+
 RESTORE_SLICE_BLOCKS = 2048
 """Blocks that recovery gives to the loop at once; some 3 ms."""
 

@@ -95,6 +95,7 @@ class NotingStore:
     """Gives out `orders` one after the other."""
 
     orders: list[Orders] = field(default_factory=list)
+    touches: list[list[Touch]] = field(default_factory=list)
     told: list[tuple[object, ...]] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 
@@ -116,7 +117,7 @@ class NotingStore:
 
     def take_touches(self) -> list[Touch]:
         self.note("touches")
-        return [TOUCH]
+        return self.touches.pop(0) if self.touches else [TOUCH]
 
     def restore(self, spec: KVSpec, tenant: str, part: Blocks) -> None:
         assert (spec, tenant) == (SPEC, "tenant")
@@ -366,6 +367,30 @@ def test_reports_reach_the_store_on_the_loop_in_one_piece_and_new_orders_follow(
         ]
         house.moved.put([MoveDone(4), MoveDone(5)])
         await house.stop()
+
+    run(scenario)
+
+
+def test_much_recency_is_taken_down_over_several_turns_and_all_of_it_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call of an engine waits for a turn."""
+    monkeypatch.setattr("kvstore.mover.MAX_TOUCHES_PER_TURN", 2)
+
+    async def scenario() -> None:
+        house = House(tick_s=0.001)
+        await house.recover()
+        house.store.touches = [[TOUCH, TOUCH], [TOUCH, TOUCH], []]
+        house.clock.advance(RECENCY_FLUSH_S)
+        await until(lambda: not house.store.touches, "all of it without waiting for the next flush")
+        kinds = [what[0] for what in house.store.told]
+        first = kinds.index("touches")
+        assert kinds[first : first + 5] == ["touches", "tick", "touches", "tick", "touches"]
+        assert [what for what in house.tier.told if what[0] == "touch"] == [("touch", [TOUCH, TOUCH])] * 2
+
+        house.store.touches = [[TOUCH, TOUCH], [TOUCH]]
+        await house.stop()
+        assert house.tier.told[-3:] == [("touch", [TOUCH, TOUCH]), ("touch", [TOUCH]), ("close",)]
 
     run(scenario)
 

@@ -419,7 +419,7 @@ def test_recency_that_changed_is_given_once_and_only_of_blocks_on_the_drives():
 
 
 def test_much_changed_recency_is_given_in_parts_the_oldest_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvstore.spill._MAX_TOUCHES", 2)
+    monkeypatch.setattr("kvstore.spill.MAX_TOUCHES_PER_TURN", 2)
     small = SmallSpill()
     small.put(ANNA, "abcde")
     small.settle()
