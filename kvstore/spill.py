@@ -125,6 +125,10 @@ class Spill:
         if slots.num_open:
             pinned.tell(self._dirty)
         self._backlog: deque[tuple[int, bytes]] = deque()  # row and key: the row may be another block's by then
+        self._behind: dict[
+            int, list[tuple[int, bytes]]
+        ] = {}  # likewise, by the row of an ancestor that is not stored yet
+        self._num_behind = 0
         self._flights: dict[int, _Flight] = {}
         self._num_moves = 0
         self._writing_bytes = 0
@@ -209,20 +213,19 @@ class Spill:
     def _restore_rows(self, entry: Namespace, blocks: RestoredBlocks) -> Rows:
         """A row for each block, found or added; -1 for those whose parent is not known (any more), and what follows them."""
         rows = self._index.find_all(entry, blocks.keys)
-        new = np.flatnonzero(rows == NO_PARENT)
-        while True:
-            keys = [blocks.keys[i] for i in new.tolist()]
-            parents = [blocks.parents[i] for i in new.tolist()]
-            among_new = _look_up(dict(zip(keys, range(len(keys)), strict=True)), parents)
-            known = _look_up(entry.rows, parents)
-            orphans = (among_new < 0) & (known < 0) & (np.fromiter(map(len, parents), np.int64, len(parents)) > 0)
-            if not orphans.any():
-                break
-            new = new[~orphans]
+        numbers: dict[bytes, int] = {}  # of the new ones, in their order
+        new: list[int] = []
+        for i in np.flatnonzero(rows == NO_PARENT).tolist():
+            parent = blocks.parents[i]
+            if not parent or parent in numbers or parent in entry.rows:
+                numbers[blocks.keys[i]] = len(new)
+                new.append(i)
         fresh = self._index.new_rows(len(new))
         self.grow()
+        parents = [blocks.parents[i] for i in new]
+        among_new, known = _look_up(numbers, parents), _look_up(entry.rows, parents)
         parent_rows = np.where(among_new < 0, known, np.append(fresh, NO_PARENT)[among_new])
-        self._index.add(entry, keys, parent_rows, fresh)
+        self._index.add(entry, list(numbers), parent_rows, fresh)
         rows[new] = fresh
         return rows
 
@@ -241,7 +244,12 @@ class Spill:
     # --- what happens in RAM --------------------------------------------------------------------------------------------
 
     def on_stored(self, rows: Rows) -> None:
-        """Blocks were committed."""
+        """Blocks were committed. What waits to be written behind them may be now."""
+        if self._behind:
+            for row in rows.tolist():
+                waited = self._behind.pop(row, [])
+                self._num_behind -= len(waited)
+                self._backlog.extend(waited)
         if self._policy.write_policy == "write_through" and self._takes_writes:
             self._want_written(rows)
 
@@ -363,6 +371,7 @@ class Spill:
             chain = self._unwritten_chain(row, key)
             if not chain:
                 self._backlog.popleft()
+                self._set_aside(row, key)
                 continue
             entry = self._index.namespace_of(row)
             num_free = self._slots.num_free(entry.slot_nbytes)
@@ -375,6 +384,19 @@ class Spill:
             if not self._budget.allows(entry.slot_nbytes, now_s):
                 return
             self._order_writes(entry, self._next_run(entry, num_free), now_s)
+
+    def _set_aside(self, row: int, key: bytes) -> None:
+        """A block that cannot be written is looked at again when the ancestor that it waits for is stored: another engine may
+        be writing that one still."""
+        if self._index.keys[row] != key or self._num_behind >= MAX_WRITE_BACKLOG_BLOCKS:
+            return
+        pinned, nvme = self.pinned.table.state_at, self.nvme.table.state_at
+        above = row
+        while above != NO_PARENT and nvme[above] == NONE and pinned[above] == READY:
+            above = self._index.parent_at[above]
+        if above not in {row, NO_PARENT} and nvme[above] == NONE:
+            self._behind.setdefault(above, []).append((row, key))
+            self._num_behind += 1
 
     def _next_run(self, entry: Namespace, num_free: int) -> list[int]:
         """What the front of the backlog wants written in one namespace, parents before children: ordered together, since a call
@@ -452,8 +474,11 @@ class Spill:
         sizes = np.array([entry.slot_nbytes for entry in self._index.namespaces], np.int64)
         safe += int(sizes[self._index.namespace[clean]].sum())
         while safe < target and (row := self._dirty.next_victim()) is not None:
-            chain = self._unwritten_chain(row, self._index.keys[row])
+            key = self._index.keys[row]
+            chain = self._unwritten_chain(row, key)
             self._want_written(np.array(chain[-1:], np.int64))
+            if not chain:
+                self._set_aside(row, key)
             safe += len(chain) * self._index.namespace_of(row).slot_nbytes
 
     def _finish_write(self, flight: _Flight, done: MoveDone, now_s: float) -> None:

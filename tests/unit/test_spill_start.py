@@ -1,5 +1,7 @@
 """What the drives had before a restart: found again, in the order in which it was used, or forgotten for good."""
 
+import time
+
 import numpy as np
 import pytest
 from small_spill import SmallSpill
@@ -27,6 +29,16 @@ def test_restored_blocks_are_found_as_soon_as_all_are_there():
     assert small.namespaces == [], "the drives know it"
     assert small.open(small.spec) == small.namespace
     assert small.store.open_namespace(small.spec, "").num_blocks == 3
+
+
+def test_a_long_sequence_whose_first_block_was_dropped_meanwhile_is_given_up_at_once():
+    small = SmallSpill(num_segments=1, drives=(400,), start=False)
+    small.restore("a")
+    small.store.drop(small.namespace, small.keys("a"))
+    begun_s = time.monotonic()
+    small.restore([f"k{i}" for i in range(6000)], parent="a")
+    assert time.monotonic() - begun_s < 3.0
+    assert small.counter("restored_blocks_total") == 1
 
 
 def test_a_namespace_that_the_drives_know_is_not_told_again():
