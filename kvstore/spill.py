@@ -467,7 +467,7 @@ class Spill:
         """Enough of the arena is free, or on a drive too, that a burst of puts need not drop what is nowhere else."""
         slots, pinned, nvme = self.pinned.slots, self.pinned.table, self.nvme.table
         target = int(slots.capacity_bytes * _CLEAN_FRACTION)
-        safe = slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes
+        safe = slots.free_slots_bytes
         if safe >= target:
             return
         clean = np.flatnonzero((pinned.state == READY) & np.isin(nvme.state, (READY, WRITING)))

@@ -66,6 +66,12 @@ class SegmentedSlots:
         return self._limbo_bytes
 
     @property
+    def free_slots_bytes(self) -> int:
+        """Bytes of free slots and free segments, without the tails of segments in use."""
+        in_classes = sum(entry.num_free * entry.slot_nbytes for entry in self._classes.values())
+        return in_classes + len(self._free_segments) * self._segment_bytes
+
+    @property
     def num_free_segments(self) -> int:
         """Segments that no size class has."""
         return len(self._free_segments)

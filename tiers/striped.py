@@ -49,6 +49,11 @@ class StripedSlots:
         """Of all drives."""
         return sum(drive.limbo_bytes for drive in self._drives)
 
+    @property
+    def free_slots_bytes(self) -> int:
+        """Of all drives."""
+        return sum(drive.free_slots_bytes for drive in self._drives)
+
     def slot_nbytes(self, nbytes: int) -> int:
         """As on each drive; without drives, `nbytes` rounded up to whole pages."""
         if self._drives:

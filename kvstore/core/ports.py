@@ -26,6 +26,11 @@ class SlotSpace(Protocol):
         """Bytes of the slots in limbo. What is neither reserved nor in limbo is free."""
         ...
 
+    @property
+    def free_slots_bytes(self) -> int:
+        """Bytes of free slots and free segments: of all that is free, what is not too short for a slot of its segment."""
+        ...
+
     def slot_nbytes(self, nbytes: int) -> int:
         """Size of the slot that a block of `nbytes` occupies. Raises SpecMismatch when it exceeds a segment."""
         ...

@@ -83,6 +83,17 @@ def arrays(extents: list[Extent]) -> SlotArrays:
     )
 
 
+def test_free_slots_are_all_that_is_free_but_what_is_too_short_for_one(make_slots: Factory):
+    slots = make_slots(4)
+    assert slots.free_slots_bytes == slots.capacity_bytes == 4 * SEGMENT
+    extent = one(slots, 7 * PAGE)
+    assert slots.free_slots_bytes == 3 * SEGMENT + 7 * PAGE
+    slots.to_limbo(extent)
+    assert slots.free_slots_bytes == 3 * SEGMENT + 7 * PAGE
+    slots.free(extent)
+    assert slots.free_slots_bytes == 4 * SEGMENT
+
+
 def test_slots_are_aligned_disjoint_and_as_many_as_fit(make_slots: Factory):
     slots = make_slots(2)
     extents = []

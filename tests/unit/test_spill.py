@@ -65,6 +65,19 @@ def test_what_waits_for_an_ancestor_is_forgotten_with_it():
     assert small.names(small.settle()) == ["x", "y", "z"]
 
 
+@pytest.mark.parametrize("pages", [9, 10])
+def test_write_back_loses_nothing_to_eviction_whatever_a_segment_has_no_room_for(pages: int):
+    """Of 16 pages, a block of 9 leaves 7 that no block of its size can have."""
+    small = SmallSpill(num_segments=16, drives=(64,), write_policy="write_back")
+    namespace = small.open(spec(pages=pages, weights="large"))
+    for i in range(40):
+        small.put(ANNA, [f"k{i}"], namespace=namespace)
+        small.store.tick(float(i))
+        small.settle(float(i))
+    assert small.counter("evicted_blocks_total") == 24
+    assert small.counter("lost_blocks_total") == 0
+
+
 def test_a_record_says_what_a_restart_needs():
     small = SmallSpill(first_sequence=700)
     small.put(ANNA, "ab")
