@@ -172,6 +172,10 @@ class LayeredPages(Pages, Protocol):
         """As copy_in, of these layers only. `block` is the whole block."""
         ...
 
+    def copy_out_layers(self, block_id: int, block: NDArray[np.uint8], layers: range) -> None:
+        """As copy_out; likewise."""
+        ...
+
 
 class BlockMove(NamedTuple):
     """One block between a page of the engine and a slot of the arena."""
@@ -345,7 +349,13 @@ class WorkerSide(Protocol):
 
 @runtime_checkable
 class LayerwiseWorker(Protocol):
-    """What a worker side may offer beside WorkerSide (LayerwiseScheduler)."""
+    """What a worker side may offer beside WorkerSide (LayerwiseScheduler): loads and saves that go on during the forward.
+
+    One step, in order, of an engine that uses it:
+
+        handle_preemptions -> start_load -> begin_saves -> forward, in each layer:  wait_for_layer  -> start_save -> get_output
+                                                           (attention)              layer_computed
+    """
 
     def wait_for_layer(self, request_id: str, layer: int) -> bool:
         """Called before the forward reads layer `layer` of the pages of a load by layers, in the step of its start_load. Waits,
@@ -354,6 +364,21 @@ class LayerwiseWorker(Protocol):
         True for the last layer says that the whole load is good, and that the next get_output reports it: until then what
         the forward read may turn out to be another's, so nothing of it is to leave the step before.
         """
+        ...
+
+    def begin_saves(self, saves: Sequence[SaveJob]) -> None:
+        """Those of the step's saves that can begin during the forward: all but those of requests that load by layers in it.
+        They are in the metadata of start_save all the same, which says that all their layers are computed."""
+        ...
+
+    def layer_computed(self, request_ids: Sequence[str], layer: int) -> None:
+        """The forward has written layer `layer` of what these requests' shares fill; from now on it does not change, as if
+        start_save had been called for this layer."""
+        ...
+
+    def drop_saves(self) -> None:
+        """The step broke off between begin_saves and start_save: what was begun is reported as not written. Waits for nothing;
+        the pages may change at once."""
         ...
 
 

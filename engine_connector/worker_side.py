@@ -22,6 +22,8 @@ then are the last layers said to be there. If a block is not there at first, the
       block     0   1   2   3
       layer 0  [1] [2] [3] [4]      the order of copies; wait_for_layer(0) returns after the fourth
       layer 1  [5] [6] [7] [8]      and wait_for_layer(1) when the load has been reported
+
+A save that has begun during the forward is copied likewise, each layer as soon as it has been computed.
 """
 
 import logging
@@ -62,6 +64,9 @@ held up behind other loads, and others' tokens in the step must not be."""
 _LAYERS_COPY_BYTES = 64 << 10
 """Layers are copied so many bytes at a time or a little more: with less, the calls cost more than the copies."""
 
+_NEXT_LAYER_DEADLINE_S = 30.0
+"""A save that has begun waits at most so long for the forward to compute its next layers; then it is reported as not written."""
+
 _STOP_DEADLINE_S = 5.0
 
 
@@ -93,6 +98,13 @@ class _Load:
         return self.started_s + self.job.deadline_s
 
 
+class _Save(NamedTuple):
+    """`computed`: layers of the pages that do not change any more."""
+
+    job: SaveJob
+    computed: LayerProgress
+
+
 class StoreWorkerSide:
     """Implements protocol.WorkerSide. Reads the arena of `session`, which the scheduler side (or whoever made it) closes."""
 
@@ -107,7 +119,8 @@ class StoreWorkerSide:
         ] = {}  # by request, until they are reported; only the engine's thread looks at it
         self._new_loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()  # bounded by the engine: one a request
         self._load_thread = threading.Thread(target=self._run_loads, name="kvstore-load", daemon=True)
-        self._new_saves: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()  # likewise: a few a request
+        self._begun: dict[int, _Save] = {}  # by job, from begin_saves to start_save; the engine's thread's too
+        self._new_saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()  # likewise: a few a request
         self._save_thread = threading.Thread(target=self._run_saves, name="kvstore-save", daemon=True)
 
     def register_pages(self, pages: Pages) -> None:
@@ -140,8 +153,35 @@ class StoreWorkerSide:
     def start_save(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide."""
         for job in meta.saves:
-            self._in_flight.add(job)
-            self._new_saves.put(job)
+            begun = self._begun.pop(job.job_id, None)
+            save = begun or _Save(job, LayerProgress())
+            save.computed.end(ALL_LAYERS)
+            if begun is None:
+                self._put_save(save)
+        assert not self._begun, "begun saves are in start_save, or dropped"
+
+    def begin_saves(self, saves: Sequence[SaveJob]) -> None:
+        """See protocol.LayerwiseWorker."""
+        for job in saves:
+            self._begun[job.job_id] = _Save(job, LayerProgress())
+            self._put_save(self._begun[job.job_id])
+
+    def layer_computed(self, request_ids: Sequence[str], layer: int) -> None:
+        """See protocol.LayerwiseWorker."""
+        for save in self._begun.values():
+            if save.job.request_id in request_ids:
+                save.computed.advance(layer + 1)
+
+    def drop_saves(self) -> None:
+        """See protocol.LayerwiseWorker."""
+        self._in_flight.call_off(self._begun)
+        for save in self._begun.values():
+            save.computed.end(0)
+        self._begun.clear()
+
+    def _put_save(self, save: _Save) -> None:
+        self._in_flight.add(save.job)
+        self._new_saves.put(save)
 
     def get_output(self, *, wait_s: float = 0.0) -> WorkerOutput:
         """See protocol.WorkerSide."""
@@ -159,6 +199,7 @@ class StoreWorkerSide:
 
     def close(self) -> None:
         """See protocol.WorkerSide. What is queued is finished, except for blocks that have not arrived."""
+        self.drop_saves()
         for jobs, thread in ((self._new_loads, self._load_thread), (self._new_saves, self._save_thread)):
             jobs.put(None)
             if thread.is_alive():
@@ -238,13 +279,11 @@ class StoreWorkerSide:
         moves = load.job.moves
         if _num_current(arena, moves) < len(moves):
             return False
-        step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
         slots = [_slot(arena, move.offset, pages.page_nbytes) for move in moves]
-        for first in range(0, pages.num_layers, step):
-            load.progress.advance(first)
+        for layers in _steps(pages):
+            load.progress.advance(layers.start)
             if self._clock.now_s() >= load.until_s:
                 return False
-            layers = range(first, min(first + step, pages.num_layers))
             for move, slot in zip(moves, slots, strict=True):
                 pages.copy_in_layers(move.block_id, slot, layers)
         load.num_loaded = _num_current(arena, moves)
@@ -273,22 +312,48 @@ class StoreWorkerSide:
     # --- on the save thread ----------------------------------------------------------------------------------------------
 
     def _run_saves(self) -> None:
-        while (job := self._new_saves.get()) is not None:
-            self._save(job)
+        while (save := self._new_saves.get()) is not None:
+            self._save(save)
 
-    def _save(self, job: SaveJob) -> None:
-        written = [False] * len(job.moves)
+    def _save(self, save: _Save) -> None:
+        job, written = save.job, [False] * len(save.job.moves)
         try:
-            self._copy_out(job, written)
+            self._copy_out(save, written)
         except Exception:  # outermost frame of the job: whatever it was, the save must be reported
             logger.exception("save failed request_id=%s", job.request_id)
             written = [False] * len(job.moves)
         self._in_flight.remove(job)
         self._reports.put(_Saved(job.job_id, tuple(written)))
 
-    def _copy_out(self, job: SaveJob, written: list[bool]) -> None:
-        arena, pages = self._session.arena(job.boot_id), self._pages
-        if arena is None or pages is None:
+    def _copy_out(self, save: _Save, written: list[bool]) -> None:
+        job, pages = save.job, self._pages
+        if isinstance(pages, LayeredPages) and not save.computed.wait(ALL_LAYERS, 0.0):
+            self._copy_out_layers(save, pages, written)
+        elif pages is not None and save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S):
+            self._copy_out_whole(job, pages, written)
+
+    def _copy_out_layers(self, save: _Save, pages: LayeredPages, written: list[bool]) -> None:
+        """A few layers of all blocks, as they are computed. Nothing is written until all is."""
+        job, arena = save.job, self._session.arena(save.job.boot_id)
+        if arena is None:
+            return
+        good = [True] * len(job.moves)
+        for layers in _steps(pages):
+            if not save.computed.wait(layers.stop, _NEXT_LAYER_DEADLINE_S):
+                return
+            for i, move in enumerate(job.moves):
+                if not self._in_flight.wanted(job):
+                    return
+                good[i] = good[i] and _is_current(arena, move)
+                if good[i]:
+                    pages.copy_out_layers(move.block_id, _slot(arena, move.offset, pages.page_nbytes), layers)
+        # All computed is not enough: the step may yet break off, and then its pages are written anew.
+        if save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S) and self._in_flight.wanted(job):
+            written[:] = good
+
+    def _copy_out_whole(self, job: SaveJob, pages: Pages, written: list[bool]) -> None:
+        arena = self._session.arena(job.boot_id)
+        if arena is None:
             return
         for i, move in enumerate(job.moves):
             if not self._in_flight.wanted(job) or not _is_current(arena, move):
@@ -298,6 +363,13 @@ class StoreWorkerSide:
 
     def _page_nbytes(self) -> int:
         return 0 if self._pages is None else self._pages.page_nbytes
+
+
+def _steps(pages: LayeredPages) -> Iterable[range]:
+    """All layers, as many at a time as are worth a call."""
+    step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
+    for first in range(0, pages.num_layers, step):
+        yield range(first, min(first + step, pages.num_layers))
 
 
 def _slot(arena: ClientArena, offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -329,7 +401,7 @@ def _drain(reports: "queue.SimpleQueue[_Loaded | _Saved]", wait_s: float) -> Ite
 
 
 class _SavesInFlight:
-    """Which save jobs still read pages. A job is wanted until settle() has waited for it in vain."""
+    """Which save jobs still read pages. A job is wanted until it is called off, or settle() has waited for it in vain."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -349,6 +421,11 @@ class _SavesInFlight:
     def wanted(self, job: SaveJob) -> bool:
         with self._changed:
             return job.job_id not in self._called_off
+
+    def call_off(self, job_ids: Iterable[int]) -> None:
+        """Of these jobs, those that still read pages."""
+        with self._changed:
+            self._called_off |= self._request_ids.keys() & set(job_ids)
 
     def settle(self, request_ids: frozenset[str], deadline_s: float) -> None:
         """Return when no wanted save of these requests is under way."""

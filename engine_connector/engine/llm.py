@@ -118,14 +118,16 @@ class LLM:
             max_model_len=self._limit.tokens,
             prefix_caching=prefix_caching,
         )
-        self._runner = Runner(Transformer(loaded.config, loaded.weights), pages, self._connector.worker)
+        scheduler_by_layers, worker_by_layers = _layerwise(self._connector) if layerwise else (None, None)
+        model = Transformer(loaded.config, loaded.weights)
+        self._runner = Runner(model, pages, self._connector.worker, layerwise=worker_by_layers)
         self._scheduler = Scheduler(
             config,
             self._blocks,
             self._connector.scheduler,
             self.tokenizer.stop_ids,
             self._runner.copy_page,
-            layerwise=_layerwise(self._connector) if layerwise else None,
+            layerwise=scheduler_by_layers,
         )
         self._max_batch = max_batch
         self._admission = Admission(max_waiting)
@@ -408,10 +410,12 @@ class LLM:
                 self.abort(live.request_id)
 
 
-def _layerwise(connector: Connector) -> LayerwiseScheduler | None:
+def _layerwise(connector: Connector) -> tuple[LayerwiseScheduler, LayerwiseWorker] | tuple[None, None]:
     """What both sides must have, or neither is asked."""
     scheduler, worker = connector
-    return scheduler if isinstance(scheduler, LayerwiseScheduler) and isinstance(worker, LayerwiseWorker) else None
+    if isinstance(scheduler, LayerwiseScheduler) and isinstance(worker, LayerwiseWorker):
+        return scheduler, worker
+    return None, None
 
 
 def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: str, hashing: HashScheme) -> KVSpec:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvstore.engine_connector.engine.attention import DecodeBatch, LayerMissing, PrefillChunk
-from kvstore.engine_connector.engine.model import Transformer
+from kvstore.engine_connector.engine.model import Attention, Transformer
 from kvstore.engine_connector.engine.product import pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.step import ScheduledSequence, Step
@@ -33,12 +33,21 @@ class Runner:
     """One thread. `pages [num_pages, L, H, T, P, D]` stay in place for the runner's life; it alone writes them, besides
     the connector into pages of requests that wait for their KV."""
 
-    def __init__(self, model: Transformer, pages: torch.Tensor, worker: WorkerSide) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        pages: torch.Tensor,
+        worker: WorkerSide,
+        *,
+        layerwise: LayerwiseWorker | None = None,
+    ) -> None:
         self._model = model
         self._pages = pages
         self._worker = worker
+        self._layerwise = layerwise  # the worker again, or None when nothing is to go by layers
         self._loads_taken_of: ConnectorMetadata | None = None  # the last step whose loads the worker took, and saves
         self._saves_taken_of: ConnectorMetadata | None = None
+        self._begun_saves: tuple[SaveJob, ...] = ()  # of the step that is under way; the worker has got them early
         self._void_saves: tuple[SaveJob, ...] = ()  # of the last step; the worker does not get them
         worker.register_pages(PagedCache([pages], num_layers=pages.shape[1]))
 
@@ -48,6 +57,11 @@ class Runner:
         self._worker.handle_preemptions(step.meta)
         self._worker.start_load(step.meta)
         self._loads_taken_of = step.meta
+        self._begun_saves = ()
+        if self._layerwise is not None:
+            begun = _saves_of_settled(step)
+            self._layerwise.begin_saves(begun)
+            self._begun_saves = begun
         sampled, void = self._forward(step) if step.scheduled else _Computed([], frozenset())
         self._void_saves = tuple(job for job in step.meta.saves if job.request_id in void)
         self._worker.start_save(_without(step.meta, self._void_saves))
@@ -63,7 +77,11 @@ class Runner:
     def report_not_taken(self, meta: ConnectorMetadata) -> WorkerOutput:
         """After `execute` raised: every job that the worker has not got, as failed. The others it reports itself."""
         loads = () if self._loads_taken_of is meta else meta.loads
-        saves = self._void_saves if self._saves_taken_of is meta else meta.saves
+        saves = self._void_saves
+        if self._saves_taken_of is not meta:
+            saves = tuple(job for job in meta.saves if job not in self._begun_saves)
+            if self._layerwise is not None:
+                self._layerwise.drop_saves()
         failed = {move.block_id for job in loads for move in job.moves}
         failed.update(block_id for job in loads for block_id in job.lost_block_ids)
         output = WorkerOutput(
@@ -99,7 +117,8 @@ class Runner:
         positions = [share.start for share in decodes]
         tokens = [share.sequence.token_ids[share.start] for share in decodes]
         attention = DecodeBatch(self._pages, [share.sequence.block_ids for share in decodes], positions)
-        hidden = self._model.hidden(pad_rows(torch.tensor(tokens)), pad_rows(torch.tensor(positions)), attention)
+        attend = self._saving(attention, decodes)
+        hidden = self._model.hidden(pad_rows(torch.tensor(tokens)), pad_rows(torch.tensor(positions)), attend)
         return hidden[: len(decodes)]
 
     def _prefill(self, chunk: ScheduledSequence) -> torch.Tensor:
@@ -108,10 +127,26 @@ class Runner:
         tokens = torch.tensor(sequence.token_ids[chunk.start : chunk.end])
         wait = None
         if chunk.loading:
-            assert isinstance(self._worker, LayerwiseWorker)
-            wait = partial(self._worker.wait_for_layer, sequence.request_id)
+            assert self._layerwise is not None
+            wait = partial(self._layerwise.wait_for_layer, sequence.request_id)
         attention = PrefillChunk(self._pages, sequence.block_ids, chunk.start, chunk.end, wait)
-        return self._model.hidden(pad_rows(tokens), pad_rows(torch.arange(chunk.start, chunk.end)), attention)
+        positions = pad_rows(torch.arange(chunk.start, chunk.end))
+        return self._model.hidden(pad_rows(tokens), positions, self._saving(attention, (chunk,)))
+
+    def _saving(self, attention: Attention, shares: tuple[ScheduledSequence, ...]) -> Attention:
+        """`attention`, that tells the worker of each layer when blocks of these shares are being saved meanwhile."""
+        layerwise = self._layerwise
+        saved = {job.request_id for job in self._begun_saves}
+        request_ids = [share.sequence.request_id for share in shares if share.sequence.request_id in saved]
+        if layerwise is None or not request_ids:
+            return attention
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            attended = attention(layer, q, k, v)
+            layerwise.layer_computed(request_ids, layer)
+            return attended
+
+        return attend
 
     def _zero_opened_pages(self, step: Step) -> None:
         """Clear pages that the step begins to fill and leaves partly filled.
@@ -127,6 +162,12 @@ class Runner:
         ]
         if opened:
             self._pages[torch.tensor(opened)] = 0
+
+
+def _saves_of_settled(step: Step) -> tuple[SaveJob, ...]:
+    """Saves of shares that cannot turn out void."""
+    loading = {chunk.sequence.request_id for chunk in step.chunks if chunk.loading}
+    return tuple(job for job in step.meta.saves if job.request_id not in loading)
 
 
 def _without(meta: ConnectorMetadata, saves: tuple[SaveJob, ...]) -> ConnectorMetadata:

@@ -63,6 +63,11 @@ class WatchedPages:
         self._count("in")
         self.pages.copy_in_layers(block_id, block, layers)
 
+    def copy_out_layers(self, block_id: int, block: np.ndarray, layers: range) -> None:
+        assert isinstance(self.pages, LayeredPages)
+        self._count("out")
+        self.pages.copy_out_layers(block_id, block, layers)
+
     def _count(self, way: str) -> None:
         self.num_copies[way] += 1
         self.before(way, self.num_copies[way])

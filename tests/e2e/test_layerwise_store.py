@@ -1,4 +1,4 @@
-"""Loads by layers on a real sidecar: the same tokens as without, whatever happens to the sidecar at whichever copy."""
+"""Loads and saves by layers on a real sidecar: the same tokens as without, whatever happens to the sidecar at whichever copy."""
 
 import threading
 from collections.abc import Iterator
@@ -211,3 +211,56 @@ def test_a_prompt_of_one_token_to_answer_saves_what_it_computed(
     outputs = fresh.ask(longer)
     bench.expect_same(outputs, longer)
     assert outputs[0].num_fetched_tokens == (len(longer) - 1) // BLOCK * BLOCK
+
+
+def test_saves_go_on_during_the_forward(bench: Bench, sidecar: SidecarProcess) -> None:
+    """The first layers of the prompt's blocks have been copied before the last ones are computed."""
+    (prompt,) = bench.prompts(PROMPT_TOKENS, seed=12)
+    copies_at_layer: list[int] = []
+    engine = bench.engine(sidecar.socket, layerwise=True)
+    worker = engine.llm._runner._worker
+    real, pages = worker.layer_computed, worker._pages
+
+    def computed(request_ids: list[str], layer: int) -> None:
+        real(request_ids, layer)
+        wait_until(lambda: pages.num_copies["out"] == before + 8 * (layer + 1), "copied what was computed")
+        copies_at_layer.append(layer)
+
+    worker.layer_computed = computed
+    engine.llm.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    while engine.llm.has_unfinished and len(copies_at_layer) < 6 * LAYERS:  # chunks of eight blocks
+        before = pages.num_copies["out"]
+        engine.llm.step()
+    assert copies_at_layer == list(range(LAYERS)) * 6
+    del worker.layer_computed
+    run_to_end(engine)
+
+    fresh = bench.engine(sidecar.socket)
+    outputs = fresh.ask(prompt)
+    bench.expect_same(outputs, prompt)
+    assert outputs[0].num_fetched_tokens == LOADABLE
+    expect_nothing_held(sidecar)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_sidecar_killed_in_mid_save_costs_nothing_but_time(bench: Bench, sidecar: SidecarProcess, layer: int) -> None:
+    (prompt,) = bench.prompts(PROMPT_TOKENS, seed=13)
+    killed = threading.Event()
+
+    def kill(way: str, number: int) -> None:
+        if (way, number) == ("out", layer * 8 + 4):
+            sidecar.kill()
+            killed.set()
+
+    engine = bench.engine(sidecar.socket, layerwise=True, before=kill)
+
+    bench.expect_same(engine.ask(prompt), prompt)
+
+    assert killed.is_set()
+    sidecar.start()
+    wait_until(lambda: engine.session.link, "reconnected")
+    bench.expect_same(engine.ask(prompt), prompt)
+    outputs = bench.engine(sidecar.socket, layerwise=True).ask(prompt)
+    bench.expect_same(outputs, prompt)
+    assert outputs[0].num_fetched_tokens == LOADABLE
+    expect_nothing_held(sidecar)

@@ -1,6 +1,7 @@
 """The unkind connector with loads by layers: of a load come all layers, or those up to one that fails, or is later than the step.
 
-It asserts that the engine asks for layers in order, in the step of the load only, and that nobody writes the pages meanwhile.
+It asserts that the engine asks for layers in order, in the step of the load only, and that nobody writes the pages meanwhile;
+that saves begin only of what cannot turn out void, and that a layer does not change once it was said to be computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from kvstore.engine_connector.protocol import (
     LayeredPages,
     LoadJob,
     Request,
+    SaveJob,
     ScheduledRequest,
 )
 
@@ -44,6 +46,8 @@ class LayeredConnector(FakeConnector):
         self.courses: dict[str, Course] = {}  # of loads that are not reported
         self.num_good = 0
         self.num_missed = 0
+        self.num_begun_saves = 0
+        self.num_dropped_saves = 0
 
     @property
     def num_by_layers(self) -> int:
@@ -81,6 +85,40 @@ class LayeredWorker(_Worker):
         super().__init__(shared)
         self._num_layers: dict[str, int] = {}  # that are in the pages of loads by layers
         self._of_this_step: set[str] = set()
+        self._begun: dict[int, SaveJob] = {}
+        self._computed: dict[int, list[np.ndarray]] = {}  # of begun saves: all blocks' bytes of each layer
+
+    def begin_saves(self, saves: Sequence[SaveJob]) -> None:
+        assert not self._begun
+        assert self._of_this_step.isdisjoint(job.request_id for job in saves), "what is loading may turn out void"
+        self._begun = {job.job_id: job for job in saves}
+        self._computed = {job.job_id: [] for job in saves}
+
+    def layer_computed(self, request_ids: Sequence[str], layer: int) -> None:
+        for job in self._begun.values():
+            if job.request_id in request_ids:
+                assert len(self._computed[job.job_id]) == layer, "each layer once, in order"
+                self._computed[job.job_id].append(self._layers(job, layer, layer + 1))
+
+    def start_save(self, meta: ConnectorMetadata) -> None:
+        assert self._begun.keys() <= {job.job_id for job in meta.saves}
+        self._shared.num_begun_saves += len(self._begun)
+        for job in self._begun.values():
+            computed = np.concatenate(self._computed[job.job_id], axis=1)
+            whole = self._layers(job, 0, self._pages.num_layers)
+            assert np.array_equal(computed, whole), "a layer changed after it was computed"
+        self._begun = {}
+        super().start_save(meta)
+
+    def drop_saves(self) -> None:
+        for job in self._begun.values():
+            self._reported.append((job.job_id, (False,) * len(job.moves)))
+        self._shared.num_dropped_saves += len(self._begun)
+        self._begun = {}
+
+    def _layers(self, job: SaveJob, first: int, last: int) -> np.ndarray:
+        nbytes = self._pages.page_nbytes // self._pages.num_layers
+        return np.array([self._page(move)[first * nbytes : last * nbytes] for move in job.moves])
 
     def start_load(self, meta: ConnectorMetadata) -> None:
         super().start_load(meta)

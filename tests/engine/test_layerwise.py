@@ -271,6 +271,7 @@ STAGES = [
     "execute",
     "handle_preemptions",
     "start_load",
+    "begin_saves",
     "hidden",
     *[f"wait_for_layer {layer}" for layer in range(LAYERS)],
     "start_save",
@@ -327,3 +328,68 @@ def test_any_mixture_of_courses_costs_time_never_tokens(make_llm, document, seed
         num_by_layers += fake.num_by_layers
         assert not fake.pending_jobs
     assert num_by_layers > 3
+
+
+# --- saves -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_by_layers_is_what_is_saved_whole(make_llm, prompt):
+    whole, by_layers = FakeConnector(FakeStore()), LayeredConnector(FakeStore())
+    (expected,) = make_llm(connector_factory=whole.factory).generate([prompt], GREEDY)
+
+    (output,) = connect(make_llm, by_layers).generate([prompt], GREEDY)
+
+    assert output.token_ids == expected.token_ids
+    assert by_layers.num_begun_saves >= 4, "of chunks and of decodes"
+    assert whole.store.blocks.keys() == by_layers.store.blocks.keys()
+    for block_hash, content in whole.store.blocks.items():
+        assert np.array_equal(content, by_layers.store.blocks[block_hash])
+
+
+SAVE_STAGES = [
+    "begin_saves",
+    "hidden",
+    *[f"layer_computed {layer}" for layer in range(LAYERS)],
+    "start_save",
+    "get_output",
+]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("stage", SAVE_STAGES)
+def test_a_step_that_broke_off_drops_the_saves_that_had_begun(
+    make_llm, prompt, expected, monkeypatch, stage, num_steps
+):
+    """Of a first chunk, of a later one, of the last one; they are computed and saved again."""
+    fake = LayeredConnector(FakeStore(), Temper(max_save_delay=3))
+    llm = connect(make_llm, fake)
+    llm.add_request(prompt, GREEDY, request_id="r")
+    for _ in range(num_steps):
+        llm.step()
+    interrupt_once(monkeypatch, llm._runner._worker, stage)
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    llm.check()
+    output = run_to_end(llm)["r"]
+
+    assert fake.num_dropped_saves == (stage not in {"begin_saves", "get_output"})
+    assert not fake.pending_jobs
+    same_tokens(expected, output)
+    assert set(llm.spec.hash.hash_blocks([*prompt, *output.token_ids][:-1])) == set(fake.store.blocks)
+
+
+def test_an_abort_after_a_step_that_broke_off_waits_for_dropped_saves(make_llm, prompt, monkeypatch):
+    fake = LayeredConnector(FakeStore())
+    llm = connect(make_llm, fake)
+    llm.add_request(prompt, GREEDY, request_id="r")
+    interrupt_once(monkeypatch, llm._runner._worker, "layer_computed 1")
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+
+    llm.abort("r")
+
+    assert llm.is_draining
+    llm.check()
+    run_to_end(llm)
+    assert not fake.store.blocks

@@ -1,7 +1,9 @@
-"""The worker side's loads by layers: a layer is said to be there when it is, in all pages; the last one only when the load has
-turned out good, and has been reported; and whatever goes wrong fails the load as it fails any other."""
+"""The worker side by layers. Loads: a layer is said to be there when it is, in all pages; the last one only when the load has
+turned out good, and has been reported; and whatever goes wrong fails the load as it fails any other. Saves: a layer is copied
+once it is computed, not before, and nothing is written unless the step came to its end."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,7 +14,14 @@ from in_process_sidecar import InProcessClient, InProcessSidecar
 from kvstore.core.keys import KVSpec
 from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector import worker_side
-from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LayerwiseWorker, LoadJob, WorkerOutput
+from kvstore.engine_connector.protocol import (
+    BlockMove,
+    ConnectorMetadata,
+    LayerwiseWorker,
+    LoadJob,
+    SaveJob,
+    WorkerOutput,
+)
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.worker_side import StoreWorkerSide
 from kvstore.kernels.paged import PagedCache, allocate_pages
@@ -40,6 +49,15 @@ class Pages(PagedCache):
         self.before(block_id, layers)
         super().copy_in_layers(block_id, block, layers)
         self.copied += [(block_id, layer) for layer in layers]
+
+    def copy_out_layers(self, block_id: int, block: np.ndarray, layers: range) -> None:
+        self.before(block_id, layers)
+        super().copy_out_layers(block_id, block, layers)
+        self.copied += [(block_id, layer) for layer in layers]
+
+    def compute(self, layer: int, number: int) -> None:
+        """What a forward does to one layer of all pages."""
+        self.tensor[:, layer].view(torch.uint8)[:] = number
 
 
 class WholePages:
@@ -102,6 +120,21 @@ class Worker:
         )
         job = LoadJob(request_id, 1, boot_id or self.sidecar.arena.boot_id, moves, deadline_s, by_layers=True)
         self.side.start_load(ConnectorMetadata(loads=(job,)))
+
+    def save_job(self, request_id: str = "r", *, job_id: int = 1, first: int = 0) -> SaveJob:
+        """Of NUM_BLOCKS pages from `first` on into the slots of the same numbers."""
+        moves = tuple(
+            BlockMove(slot, slot * NBYTES, self.generation(slot)) for slot in range(first, first + NUM_BLOCKS)
+        )
+        return SaveJob(job_id, request_id, self.sidecar.arena.boot_id, moves)
+
+    def end_step(self, *jobs: SaveJob) -> None:
+        self.side.start_save(ConnectorMetadata(saves=jobs))
+
+    def slot_layers(self, slot: int) -> list[set[int]]:
+        """For each layer of the slot the bytes in it."""
+        content = self.sidecar.arena.array[slot * NBYTES : (slot + 1) * NBYTES].reshape(LAYERS, -1)
+        return [set(layer.tolist()) for layer in content]
 
     def output(self) -> WorkerOutput:
         return self.side.get_output(wait_s=WAIT_S)
@@ -303,3 +336,161 @@ def test_close_finishes_a_load_that_is_under_way(worker: Worker, pages: Pages) -
 
     assert worker.side.get_output().finished_loading == {"r"}
     expect_content(pages, *range(NUM_BLOCKS))
+
+
+# --- saves -----------------------------------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_a_layer_goes_out_when_it_is_computed_and_not_before(worker: Worker, pages: Pages) -> None:
+    job = worker.save_job()
+    worker.side.begin_saves([job])
+    for layer in range(LAYERS):
+        assert worker.side.get_output() == WorkerOutput()
+        assert len(pages.copied) == layer * NUM_BLOCKS
+        pages.compute(layer, 100 + layer)
+
+        worker.side.layer_computed(["another", "r"], layer)
+
+        wait_until(lambda layer=layer: len(pages.copied) == (layer + 1) * NUM_BLOCKS)
+    assert worker.side.get_output() == WorkerOutput(), "the step has not come to its end"
+
+    worker.end_step(job)
+
+    assert worker.output().finished_saving == ((1, (True,) * NUM_BLOCKS),)
+    for slot in range(NUM_BLOCKS):
+        assert worker.slot_layers(slot) == [{100}, {101}, {102}, {103}]
+    assert worker.slot_layers(NUM_BLOCKS) == [{NUM_BLOCKS + 1}] * LAYERS
+
+
+def test_another_requests_layers_say_nothing(worker: Worker, pages: Pages) -> None:
+    first, second = worker.save_job(), worker.save_job("other", job_id=2, first=3)
+    worker.side.begin_saves([first, second])
+
+    worker.side.layer_computed(["r"], LAYERS - 1)
+
+    wait_until(lambda: len(pages.copied) == NUM_BLOCKS * LAYERS)
+    assert {page for page, _ in pages.copied} == set(range(NUM_BLOCKS))
+    worker.end_step(first, second)
+    written: dict[int, tuple[bool, ...]] = {}
+    while len(written) < 2:
+        written |= dict(worker.output().finished_saving)
+    assert written == {1: (True,) * NUM_BLOCKS, 2: (True,) * NUM_BLOCKS}
+
+
+def test_the_end_of_the_step_says_that_all_is_computed(worker: Worker, pages: Pages) -> None:
+    job = worker.save_job()
+    worker.side.begin_saves([job])
+    for layer in range(LAYERS):
+        pages.compute(layer, 7)
+
+    worker.end_step(job)
+
+    assert worker.output().finished_saving == ((1, (True,) * NUM_BLOCKS),)
+    assert worker.slot_layers(0) == [{7}] * LAYERS
+
+
+@pytest.mark.parametrize("num_computed", range(LAYERS + 1))
+def test_a_step_that_broke_off_has_written_nothing(worker: Worker, pages: Pages, num_computed: int) -> None:
+    worker.side.begin_saves([worker.save_job()])
+    for layer in range(num_computed):
+        worker.side.layer_computed(["r"], layer)
+    wait_until(lambda: len(pages.copied) == num_computed * NUM_BLOCKS)
+
+    worker.side.drop_saves()
+
+    assert worker.output().finished_saving == ((1, (False,) * NUM_BLOCKS),)
+    again = worker.save_job(job_id=2)
+    worker.end_step(again)
+    assert worker.output() == WorkerOutput(finished_saving=((2, (True,) * NUM_BLOCKS),))
+
+
+def test_dropping_does_not_wait_for_a_copy_that_is_under_way(worker: Worker, pages: Pages) -> None:
+    gate = Gate(pages, page=1, layer=0)
+    worker.side.begin_saves([worker.save_job()])
+    worker.side.layer_computed(["r"], LAYERS - 1)
+    assert gate.reached.wait(WAIT_S)
+
+    worker.side.drop_saves()
+
+    assert worker.side.get_output() == WorkerOutput()
+    gate.open()
+    assert worker.output().finished_saving == ((1, (False,) * NUM_BLOCKS),)
+    assert pages.copied == [(0, 0), (1, 0)], "the rest is not copied at all"
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_slot_that_is_not_ours_any_more_is_not_touched(worker: Worker, pages: Pages, layer: int) -> None:
+    def change(page: int, layers: range) -> None:
+        if (page, layers.start) == (0, layer):
+            worker.reuse(1)
+
+    pages.before = change
+    job = worker.save_job()
+    worker.side.begin_saves([job])
+    worker.side.layer_computed(["r"], LAYERS - 1)
+    wait_until(lambda: (NUM_BLOCKS - 1, LAYERS - 1) in pages.copied)
+
+    worker.end_step(job)
+
+    assert worker.output().finished_saving == ((1, (True, False, True)),)
+    assert worker.slot_layers(1)[layer:] == [{2}] * (LAYERS - layer)
+
+
+def test_a_forward_that_does_not_go_on_does_not_hold_up_saves_for_ever(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_side, "_NEXT_LAYER_DEADLINE_S", 0.02)
+    job = worker.save_job()
+    worker.side.begin_saves([job])
+    worker.side.layer_computed(["r"], 0)
+
+    assert worker.output().finished_saving == ((1, (False,) * NUM_BLOCKS),)
+
+    worker.end_step(job)
+    assert worker.side.get_output() == WorkerOutput(), "reported once"
+
+
+def test_the_next_steps_preemption_waits_for_what_had_begun(worker: Worker, pages: Pages) -> None:
+    gate = Gate(pages, page=2, layer=3)
+    job = worker.save_job()
+    worker.side.begin_saves([job])
+    worker.side.layer_computed(["r"], LAYERS - 1)
+    assert gate.reached.wait(WAIT_S)
+    worker.end_step(job)
+    threading.Timer(0.05, gate.open).start()
+
+    worker.side.handle_preemptions(ConnectorMetadata(preempted_request_ids=frozenset({"r"})))
+
+    assert worker.side.get_output().finished_saving == ((1, (True,) * NUM_BLOCKS),)
+
+
+def test_pages_without_layers_are_saved_at_the_end_of_the_step(pages: Pages) -> None:
+    worker = Worker(pages, whole=True)
+    pages.compute(0, 9)
+    job = worker.save_job()
+    worker.side.begin_saves([job])
+    worker.side.layer_computed(["r"], LAYERS - 1)
+    time.sleep(0.02)
+    assert pages.copied == []
+
+    worker.end_step(job)
+
+    assert worker.output().finished_saving == ((1, (True,) * NUM_BLOCKS),)
+    assert worker.slot_layers(0) == [{9}, {0}, {0}, {0}]
+    worker.side.close()
+    worker.session.close()
+
+
+def test_close_drops_what_has_only_begun(worker: Worker) -> None:
+    worker.side.begin_saves([worker.save_job()])
+
+    worker.side.close()
+
+    assert worker.side.get_output().finished_saving == ((1, (False,) * NUM_BLOCKS),)
