@@ -322,7 +322,7 @@ class Mover:
         num_blocks = 0
         for blocks in recovered.namespaces:
             num_blocks += await self._restore_namespace(blocks)
-        for offset, nbytes in recovered.quarantined:
+        for offset, nbytes in (*recovered.quarantined, *recovered.waiting):
             self._store.restore_quarantined(offset, nbytes)
         self._on_recovered(recovered)
         self._store.start_spilling(recovered.written, self._wall_s() - self._clock.now_s())

@@ -61,6 +61,7 @@ class Recovered(NamedTuple):
     quarantined: tuple[tuple[int, int], ...] = ()
     next_generation: int = 1
     written: dict[int, int] = {}  # noqa: RUF012 - nobody changes it
+    waiting: tuple[tuple[int, int], ...] = ()
 
 
 NOTHING = Recovered()
@@ -440,7 +441,7 @@ def test_a_tick_that_crashes_is_followed_by_another() -> None:
 def test_blocks_come_back_in_slices_with_other_work_in_between_and_orders_begin_at_the_end() -> None:
     async def scenario() -> None:
         count = 2 * RESTORE_SLICE_BLOCKS + 1
-        house = House(recovered=Recovered((blocks(count), blocks(3)), ((8192, 4096),), 77, {5: 6}))
+        house = House(recovered=Recovered((blocks(count), blocks(3)), ((8192, 4096),), 77, {5: 6}, ((12288, 4096),)))
 
         def other_work() -> None:
             house.store.note("other work")
@@ -467,6 +468,7 @@ def test_blocks_come_back_in_slices_with_other_work_in_between_and_orders_begin_
         assert set(between) == {"other work"}
         assert [what for what in house.store.told if what[0] in {"quarantine", "recovered", "start"}] == [
             ("quarantine", 8192, 4096),
+            ("quarantine", 12288, 4096),
             ("recovered", 77),
             ("start", {5: 6}, 4000.0),
         ]

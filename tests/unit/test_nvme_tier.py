@@ -491,6 +491,37 @@ class TestDamage:
         assert data.read_bytes() == left
         assert two.keys() == {key(2)}
 
+    def test_blocks_behind_those_of_a_drive_that_is_off_wait_for_it(self, two: House) -> None:
+        chain = [block(number, drive=number % 2, parent=key(number - 1) if number else b"") for number in range(6)]
+        tier = two.open()
+        two.write(tier, *chain, block(7, drive=1))
+        tier.close(DEADLINE_S)
+        two.file(0).flip(20)
+        tier = two.open()
+        assert [drive.state for drive in tier.drives()] == ["off", "ready"]
+        assert two.keys() == {key(7)}
+        assert two.recovered.waiting == tuple((record.offset, record.nbytes) for record in chain[1::2])
+        assert two.recovered.next_generation > max(record.generation for record in chain)
+        tier.close(DEADLINE_S)
+        two.file(0).flip(20)
+
+        tier = two.open()
+
+        assert two.keys() == {key(number) for number in (0, 1, 2, 3, 4, 5, 7)}
+        assert two.recovered.waiting == ()
+        assert all(two.read(tier, record).problem is None for record in records_of(two.recovered))
+
+    def test_without_a_drive_in_the_settings_what_is_behind_its_blocks_goes(self, two: House) -> None:
+        tier = two.open()
+        two.write(tier, block(1, drive=0), block(2, drive=1, parent=key(1)))
+        tier.close(DEADLINE_S)
+        two.paths = two.paths[1:]
+
+        two.open()
+
+        assert (two.keys(), two.recovered.waiting) == (set(), ())
+        assert health(two.tiers[-1]).state == "ready"
+
     def test_what_is_asked_of_a_drive_that_is_off_ends_at_once(self, two: House) -> None:
         two.open().close(DEADLINE_S)
         two.file(0).flip(20)

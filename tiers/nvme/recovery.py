@@ -37,6 +37,9 @@ class Recovered(NamedTuple):
     quarantined: tuple[tuple[int, int], ...]  # (offset with the drive, nbytes)
     next_generation: int
     written: dict[int, int]  # UTC hour since 1970 -> bytes
+    waiting: tuple[
+        tuple[int, int], ...
+    ] = ()  # as quarantined: slots of blocks whose parents may lie on a drive that is off
 
 
 class DriveScan(NamedTuple):
@@ -54,9 +57,14 @@ class _Part(NamedTuple):
     rows: Rows
 
 
-def merge(drives: Sequence[DriveScan], *, segment_bytes: int) -> tuple[Recovered, dict[int, list[Erase]]]:
+def merge(
+    drives: Sequence[DriveScan], *, segment_bytes: int, all_there: bool = True
+) -> tuple[Recovered, dict[int, list[Erase]]]:
     """The blocks, and by drive the entries to remove: of no namespace, of no possible slot, older copies of a key, and
-    those whose parents are not all there (a prefix is usable from its start only)."""
+    those whose parents are not all there (a prefix is usable from its start only).
+
+    Not `all_there`: a drive of the tier is off, and may be back at the next start with those parents. Until then such entries
+    and their slots stay as they are."""
     erase = {drive: list(scan.damaged) for drive, scan, _ in drives}
     specs: dict[bytes, Namespace] = {}
     parts: dict[bytes, list[_Part]] = {}
@@ -69,7 +77,8 @@ def merge(drives: Sequence[DriveScan], *, segment_bytes: int) -> tuple[Recovered
         for namespace, rows in usable.items():
             if len(rows):
                 parts.setdefault(namespace, []).append(_Part(drive, rows))
-    blocks = [_blocks_of(specs[namespace], parts[namespace], erase) for namespace in parts]
+    waiting: list[tuple[int, int]] | None = None if all_there else []
+    blocks = [_blocks_of(specs[namespace], parts[namespace], erase, waiting) for namespace in parts]
     for drive, scan, _ in drives:
         used = {namespace for namespace in parts if any(part.drive == drive for part in parts[namespace])}
         erase[drive] += [Erase("namespaces", namespace) for namespace in scan.namespaces.keys() - used]
@@ -79,6 +88,7 @@ def merge(drives: Sequence[DriveScan], *, segment_bytes: int) -> tuple[Recovered
         quarantined=tuple(quarantined),
         next_generation=max(newest, default=0) + 1,
         written=_sum_written(drives),
+        waiting=tuple(sorted(waiting or ())),
     )
     return recovered, erase
 
@@ -168,14 +178,19 @@ def slot_nbytes(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
 
-def _blocks_of(spec: Namespace, parts: list[_Part], erase: dict[int, list[Erase]]) -> RecoveredBlocks:
+def _blocks_of(
+    spec: Namespace, parts: list[_Part], erase: dict[int, list[Erase]], waiting: list[tuple[int, int]] | None
+) -> RecoveredBlocks:
     rows = parts[0].rows if len(parts) == 1 else np.concatenate([part.rows for part in parts])
     drives = np.repeat([part.drive for part in parts], [len(part.rows) for part in parts])
     if len(parts) > 1:
         rows, drives = _newest_copies(rows, drives, erase)
     depth = _depths(rows)
     rooted = depth > 0
-    _erase_each(rows, drives, ~rooted, erase)
+    if waiting is None:
+        _erase_each(rows, drives, ~rooted, erase)
+    else:
+        waiting += [(offset, spec.nbytes) for offset in _offsets(rows, drives)[~rooted].tolist()]
     order = np.flatnonzero(rooted)
     order = order[np.argsort(_narrow(depth[order]), kind="stable")]
     rows, drives = _pick(rows, order), drives[order]
@@ -186,12 +201,16 @@ def _blocks_of(spec: Namespace, parts: list[_Part], erase: dict[int, list[Erase]
         nbytes=spec.nbytes,
         keys=_listed(rows["key"]),
         parents=[b""] * num_roots + _listed(rows["parent"][num_roots:]),
-        offsets=drives.astype(np.int64) << DRIVE_SHIFT | rows["offset"].astype(np.int64),
+        offsets=_offsets(rows, drives),
         generations=rows["generation"].astype(np.uint64),
         checksums=rows["checksum"].astype(np.uint64),
         last_use=rows["last_use"].astype(np.int64),
         hits=rows["hits"].astype(np.uint32),
     )
+
+
+def _offsets(rows: Rows, drives: NDArray[np.int64]) -> NDArray[np.int64]:
+    return drives.astype(np.int64) << DRIVE_SHIFT | rows["offset"].astype(np.int64)
 
 
 def _newest_copies(

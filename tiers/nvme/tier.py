@@ -107,7 +107,15 @@ class NvmeTier:
         """What is on the drives. Once, after `open`; from then on entries are written. Blocks."""
         assert not self._recovered
         scans = [part for member in self._members if (part := self._scan(member)) is not None]
-        recovered, erase = merge(scans, segment_bytes=self._segment_bytes)
+        off = [str(member.directory.path) for member in self._members if member.off]
+        recovered, erase = merge(scans, segment_bytes=self._segment_bytes, all_there=not off)
+        if recovered.waiting:
+            logger.warning(
+                "nvme: %d blocks stay and wait for those in front of them, on drives that are off: %s; without these drives in "
+                "the settings their slots are free",
+                len(recovered.waiting),
+                ", ".join(off),
+            )
         for _, scan, _ in scans:
             for namespace, named in scan.namespaces.items():
                 self.add_namespace(namespace, named.tenant, named.canonical)
