@@ -25,6 +25,7 @@ from kvstore.core.limits import (
     MAX_TOUCHES_PER_TURN,
     MAX_WRITE_BACKLOG_BLOCKS,
     MAX_WRITES_IN_FLIGHT_BYTES,
+    MAX_WRITES_PER_TURN,
     MAX_WRITING_FRACTION,
 )
 from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
@@ -366,7 +367,10 @@ class Spill:
 
     def _begin_writes(self, now_s: float) -> None:
         """Order writes from the backlog until something has to be waited for: moves in flight, the budget, or slots."""
+        num_before = len(self._moves)
         while self._backlog and self._writing_bytes < self._max_writing_bytes and self._slots.num_open:
+            if len(self._moves) - num_before >= MAX_WRITES_PER_TURN:
+                return  # the first of them to end brings the next turn
             row, key = self._backlog[0]
             chain = self._unwritten_chain(row, key)
             if not chain:
@@ -476,7 +480,7 @@ class Spill:
         while safe < target and (row := self._dirty.next_victim()) is not None:
             key = self._index.keys[row]
             chain = self._unwritten_chain(row, key)
-            self._want_written(np.array(chain[-1:], np.int64))
+            self._want_written(np.array(chain[:MAX_WRITE_BACKLOG_BLOCKS], np.int64))
             if not chain:
                 self._set_aside(row, key)
             safe += len(chain) * self._index.namespace_of(row).slot_nbytes

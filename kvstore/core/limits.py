@@ -95,6 +95,9 @@ MAX_WRITES_IN_FLIGHT_BYTES = 64 << 20
 MAX_WRITING_FRACTION = 0.25
 """And at most this part of the arena, since a block that is being written cannot be evicted."""
 
+MAX_WRITES_PER_TURN = 512
+"""Writes that the loop orders in one turn; some 10 ms. The rest is ordered when the first of them have ended."""
+
 MAX_WRITE_BACKLOG_BLOCKS = 65536
 """Blocks that wait to be written. Beyond it the oldest are passed over and counted; they may earn their write again."""
 

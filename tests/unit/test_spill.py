@@ -281,6 +281,37 @@ def test_blocks_go_to_the_drives_in_turn():
     assert [drive_of(move) for move in small.orders()] == [0, 1, 0, 1]
 
 
+def test_a_turn_orders_no_more_than_so_many_writes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.spill._MAX_RUN_BLOCKS", 2)
+    monkeypatch.setattr("kvstore.spill.MAX_WRITES_PER_TURN", 4)
+    small = SmallSpill()
+    small.put(ANNA, [f"k{i}" for i in range(10)])
+
+    moves = small.orders()
+    assert small.names(moves) == ["k0", "k1", "k2", "k3"]
+    small.finish(moves[:1])
+    assert small.names(small.orders()) == ["k4", "k5", "k6", "k7"]
+    small.finish(moves[1:2])
+    assert small.names(small.orders()) == ["k8", "k9"]
+
+
+def test_the_cleaner_wants_a_long_sequence_from_its_head(monkeypatch: pytest.MonkeyPatch):
+    """So that nobody walks up all of it for each part that is written."""
+    small = SmallSpill(num_segments=1, write_policy="write_back")
+    small.put(ANNA, [f"k{i}" for i in range(16)])
+    small.store.tick(0.0)
+    lengths: list[int] = []
+    walk = small.store._spill._unwritten_chain
+
+    def noting(row: int, key: bytes, *run: object) -> list[int]:
+        lengths.append(len(chain := walk(row, key, *run)))  # type: ignore[arg-type]
+        return chain
+
+    monkeypatch.setattr(small.store._spill, "_unwritten_chain", noting)
+    assert len(small.settle()) == 16
+    assert max(lengths) == 1
+
+
 def test_writes_in_flight_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvstore.spill.MAX_WRITES_IN_FLIGHT_BYTES", 3 * PAGE)
     small = SmallSpill()
