@@ -238,8 +238,8 @@ class NvmeTier:
             # One line: what failed is in it, and where it came from tells the operator nothing.
             logger.error("nvme %s: left-over entries wait to be removed: %s", member.directory.path, err.message)  # noqa: TRY400
             member.index.redo(erase)
-        if erase:
-            logger.warning("nvme %s: %d entries removed at recovery", member.directory.path, len(erase))
+        if num_removed := sum(each.table != "namespaces" for each in erase):  # a namespace without blocks is no loss
+            logger.warning("nvme %s: %d entries removed at recovery", member.directory.path, num_removed)
         member.index.start()
         member.drive.start()
 
