@@ -250,7 +250,8 @@ class Spill:
             for row in rows.tolist():
                 waited = self._behind.pop(row, [])
                 self._num_behind -= len(waited)
-                self._backlog.extend(waited)
+                for behind in waited:
+                    self._queue_write(*behind)
         if self._policy.write_policy == "write_through" and self._takes_writes:
             self._want_written(rows)
 
@@ -360,10 +361,13 @@ class Spill:
     def _want_written(self, rows: Rows) -> None:
         keys = self._index.keys
         for row in rows[self.nvme.table.state[rows] == NONE].tolist():
-            if len(self._backlog) == MAX_WRITE_BACKLOG_BLOCKS:
-                self._backlog.popleft()
-                self._counters["skipped_writes_backlog_total"] += 1
-            self._backlog.append((row, keys[row]))
+            self._queue_write(row, keys[row])
+
+    def _queue_write(self, row: int, key: bytes) -> None:
+        if len(self._backlog) == MAX_WRITE_BACKLOG_BLOCKS:
+            self._backlog.popleft()
+            self._counters["skipped_writes_backlog_total"] += 1
+        self._backlog.append((row, key))
 
     def _begin_writes(self, now_s: float) -> None:
         """Order writes from the backlog until something has to be waited for: moves in flight, the budget, or slots."""

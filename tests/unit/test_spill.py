@@ -54,6 +54,21 @@ def test_a_block_that_was_committed_before_its_parent_is_written_when_that_is_co
     assert sorted(small.names(small.settle())) == list("abcdefghijklmn")
 
 
+def test_what_waited_for_an_ancestor_does_not_exceed_the_backlog(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.spill.MAX_WRITE_BACKLOG_BLOCKS", 4)
+    small = SmallSpill(bytes_per_day=1)
+    first = small.reserve(ANNA, "a")
+    for name in "bcde":
+        small.put(BERT, name, parent="a")
+        assert small.orders() == []
+    small.put(ANNA, "wxyz")
+
+    small.store.commit(ANNA, first.lease_id, None, 0.0)
+
+    assert len(small.store._spill._backlog) == 4
+    assert small.counter("skipped_writes_backlog_total") == 5
+
+
 def test_what_waits_for_an_ancestor_is_forgotten_with_it():
     small = SmallSpill()
     first = small.reserve(ANNA, "ab")
