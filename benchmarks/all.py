@@ -17,6 +17,7 @@ NAMES = (
     "index_memory",
     "engine_speed",
     "disaggregation",
+    "layerwise",
 )
 
 _HEAD = """# Results

@@ -68,8 +68,9 @@ class LLM:
     `connector_factory` gets the KVSpec and returns both sides of a connector; None runs without a store. Greedy output
     does not depend on the store, on the batch, nor on preemption, except where the two best logits lie within
     tie_epsilon (ARCHITECTURE.md, "the same tokens"). At most `max_waiting` requests of add_request and stream wait,
-    besides those for which the batch has room; more are refused. Raises ConfigError for a model file or setting that cannot
-    work.
+    besides those for which the batch has room; more are refused. `layerwise`: attend to loads while they arrive, and save
+    while computing, layer by layer, if the connector can; on a CPU that is no faster (benchmarks/layerwise.py). Raises
+    ConfigError for a model file or setting that cannot work.
     """
 
     def __init__(

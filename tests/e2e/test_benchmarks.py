@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import all as all_benchmarks  # noqa: E402 (benchmarks is not installed)
-from benchmarks import blocks, disaggregation, hashing, index_memory, nvme, nvme_restart, overhead, rpc  # noqa: E402
+from benchmarks import blocks, disaggregation, hashing, index_memory, layerwise, nvme, nvme_restart, overhead, rpc  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Report,
     Samples,
@@ -88,6 +88,20 @@ def test_the_disaggregation_benchmark_hands_every_prompt_over(tmp_path: Path) ->
     assert all(0 < row["itl_p50_ms"] <= row["itl_max_ms"] for row in report["rows"])
     (prefilled,) = (goal for goal in report["goals"] if "prefilled" in goal["text"])
     assert prefilled["met"]
+
+
+@pytest.mark.e2e
+def test_the_layerwise_benchmark_fetches_the_warm_part_each_time(tmp_path: Path) -> None:
+    from tiny_llama import random_tensors, write_gguf
+
+    model = write_gguf(tmp_path / "tiny.gguf", random_tensors())
+    sizes = ["--warm-tokens", "96", "--new-tokens", "5", "--rounds", "2", "--arena-mib", "64"]
+
+    result = CliRunner().invoke(layerwise.main, ["--model", str(model), *sizes, "--json"], catch_exceptions=False)
+
+    report = json.loads(result.stdout)
+    check_report(report)
+    assert [(row["load"], row["n"]) for row in report["rows"]] == [("whole", 2), ("layer by layer", 2)]
 
 
 def test_the_table_is_for_people() -> None:
