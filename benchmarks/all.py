@@ -18,6 +18,7 @@ NAMES = (
     "engine_speed",
     "disaggregation",
     "layerwise",
+    "chats",
 )
 
 _HEAD = """# Results
