@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvstore.engine_connector.engine.attention import DecodeBatch, LayerMissing, PrefillChunk
+from kvstore.engine_connector.engine.attention import LayerMissing
 from kvstore.engine_connector.engine.model import Attention, Transformer
+from kvstore.engine_connector.engine.paged_attention import decode_batch, prefill_chunk
 from kvstore.engine_connector.engine.product import pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.step import ScheduledSequence, Step
@@ -116,7 +117,7 @@ class Runner:
         """Hidden states `[len(decodes), hidden]`."""
         positions = [share.start for share in decodes]
         tokens = [share.sequence.token_ids[share.start] for share in decodes]
-        attention = DecodeBatch(self._pages, [share.sequence.block_ids for share in decodes], positions)
+        attention = decode_batch(self._pages, [share.sequence.block_ids for share in decodes], positions)
         attend = self._saving(attention, decodes)
         hidden = self._model.hidden(pad_rows(torch.tensor(tokens)), pad_rows(torch.tensor(positions)), attend)
         return hidden[: len(decodes)]
@@ -129,7 +130,7 @@ class Runner:
         if chunk.loading:
             assert self._layerwise is not None
             wait = partial(self._layerwise.wait_for_layer, sequence.request_id)
-        attention = PrefillChunk(self._pages, sequence.block_ids, chunk.start, chunk.end, wait)
+        attention = prefill_chunk(self._pages, sequence.block_ids, chunk.start, chunk.end, wait)
         positions = pad_rows(torch.arange(chunk.start, chunk.end))
         return self._model.hidden(pad_rows(tokens), positions, self._saving(attention, (chunk,)))
 
