@@ -8,7 +8,7 @@
 Everything here is a decision or the account of one; the I/O is done by whoever takes the orders.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import repeat
 from typing import Literal, NamedTuple, Protocol
@@ -123,7 +123,7 @@ class Spill:
         self._give_up = give_up
         self._checksums = np.empty(0, np.uint64)  # by row, of blocks on the drives
         self._dirty = LeafLru(self._index, _DirtyLeaves(pinned.table, self.nvme.table))
-        if slots.num_open:
+        if slots.open_drives:
             pinned.tell(self._dirty)
         self._backlog: deque[tuple[int, bytes]] = deque()  # row and key: the row may be another block's by then
         self._behind: dict[
@@ -133,6 +133,7 @@ class Spill:
         self._flights: dict[int, _Flight] = {}
         self._num_moves = 0
         self._writing_bytes = 0
+        self._removing_bytes: Counter[int] = Counter()  # by drive, of these:
         self._retired: dict[tuple[int, int], Forget] = {}  # by offset and generation: removals that are not durable yet
         self._quarantined: dict[int, Extent] = {}  # by offset
         self._orphans: list[tuple[Extent, Forget]] = []  # restored, and to be forgotten at the start
@@ -162,7 +163,7 @@ class Spill:
     @property
     def _takes_writes(self) -> bool:
         """Whether a drive takes writes, or will again after its pause."""
-        return self._slots.num_open > 0 or bool(self._pauses)
+        return bool(self._slots.open_drives or self._pauses)
 
     def grow(self) -> None:
         """Follow the index's capacity; called after rows were added."""
@@ -332,6 +333,7 @@ class Spill:
         """Removals have become durable: their slots are free, but for the quarantined ones."""
         for forget in forgets:
             if self._retired.pop((forget.offset, forget.generation), None) is not None:
+                self._removing_bytes[forget.offset >> DRIVE_SHIFT] -= self._slots.slot_nbytes(forget.nbytes)
                 self._slots.free(Extent(forget.offset, forget.nbytes, forget.generation))
 
     def check(self) -> None:
@@ -339,6 +341,7 @@ class Spill:
         (self.nvme if self.active else self.nvme.table).check()
         pinned, nvme = self.pinned.table, self.nvme.table
         retired = sum(self._slots.slot_nbytes(forget.nbytes) for forget in self._retired.values())
+        assert retired == self._removing_bytes.total()
         assert not self.active or retired + self.quarantined_bytes == self._slots.limbo_bytes
         reads = [flight.row for flight in self._flights.values() if flight.urgency is not Urgency.WRITE]
         writes = [flight.row for flight in self._flights.values() if flight.urgency is Urgency.WRITE]
@@ -372,7 +375,7 @@ class Spill:
     def _begin_writes(self, now_s: float) -> None:
         """Order writes from the backlog until something has to be waited for: moves in flight, the budget, or slots."""
         num_before = len(self._moves)
-        while self._backlog and self._writing_bytes < self._max_writing_bytes and self._slots.num_open:
+        while self._backlog and self._writing_bytes < self._max_writing_bytes and self._slots.open_drives:
             if len(self._moves) - num_before >= MAX_WRITES_PER_TURN:
                 return  # the first of them to end brings the next turn
             row, key = self._backlog[0]
@@ -454,14 +457,15 @@ class Spill:
 
     def _evict_for(self, entry: Namespace, row: int) -> bool:
         """Take the coldest blocks from the drives, whatever their size, but not the block that `row` follows: a slice in a turn
-        of the loop, until a good part is being removed, since removals are committed in groups. Their slots come back later.
-        Whether there are any to wait for."""
-        wanted = max(entry.slot_nbytes, int(self._slots.capacity_bytes * _EVICTED_AT_ONCE_FRACTION))
+        of the loop, until a good part is being removed on each drive, since removals are committed in groups, and one
+        drive's may hang. Their slots come back later. Whether there are any to wait for."""
+        drives = self._slots.open_drives
+        wanted = max(entry.slot_nbytes, int(self._slots.capacity_bytes * _EVICTED_AT_ONCE_FRACTION) // len(drives))
         parent = self._index.parent_at[row]
         kept = np.array([parent] if parent != NO_PARENT else [], np.int64)
         self.nvme.ref(kept)
         num_evicted = 0
-        while (missing := wanted - self._slots.limbo_bytes + self.quarantined_bytes) > 0:
+        while (missing := wanted - min(self._removing_bytes[drive] for drive in drives)) > 0:
             count = min(max(1, missing // entry.slot_nbytes), EVICTION_SLICE_BLOCKS - num_evicted)
             evicted = self.nvme.evict(count, entry.slot_nbytes).num_blocks if count else 0
             if not evicted:
@@ -469,7 +473,7 @@ class Spill:
             num_evicted += evicted
         self.nvme.unref(kept)
         self._counters["nvme_evicted_blocks_total"] += num_evicted
-        return bool(self._retired)
+        return any(self._removing_bytes[drive] for drive in drives)
 
     def _clean_ahead(self) -> None:
         """Enough of the arena is free, or on a drive too, that a burst of puts need not drop what is nowhere else."""
@@ -596,6 +600,7 @@ class Spill:
         for extent, forget in retired:
             self._slots.to_limbo(extent)
             self._retired[forget.offset, forget.generation] = forget
+            self._removing_bytes[forget.offset >> DRIVE_SHIFT] += extent.nbytes
             self._forgets.append(forget)
 
     def _quarantine(self, forget: Forget, extent: Extent) -> None:

@@ -30,9 +30,9 @@ class StripedSlots:
         (self._closed.discard if is_open else self._closed.add)(drive)
 
     @property
-    def num_open(self) -> int:
+    def open_drives(self) -> tuple[int, ...]:
         """See DriveSlots."""
-        return len(self._drives) - len(self._closed)
+        return tuple([number for number in range(len(self._drives)) if number not in self._closed])
 
     @property
     def capacity_bytes(self) -> int:

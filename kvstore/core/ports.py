@@ -77,7 +77,7 @@ class DriveSlots(SlotSpace, Protocol):
     """Slots of a tier of drives, named as in core/moves.py. A drive that takes no writes is closed for a while."""
 
     @property
-    def num_open(self) -> int:
+    def open_drives(self) -> tuple[int, ...]:
         """Drives that new slots are given out on."""
         ...
 

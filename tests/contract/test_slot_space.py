@@ -357,13 +357,13 @@ def test_a_closed_drive_gives_out_nothing_and_takes_everything_back():
     slots.set_open(0, is_open=False)
     slots.set_open(0, is_open=False)
 
-    assert slots.num_open == 1
+    assert slots.open_drives == (1,)
     assert slots.num_free(PAGE) == 14
     assert owners(slots.reserve_many(PAGE, 3)) == [1, 1, 1]
     slots.free_many(held)
     slots.check()
     slots.set_open(0, is_open=True)
-    assert slots.num_open == 2
+    assert slots.open_drives == (0, 1)
     assert slots.num_free(SEGMENT) == 1
     assert owners(slots.reserve_many(PAGE, 2)) in ([0, 1], [1, 0])
 
@@ -371,7 +371,7 @@ def test_a_closed_drive_gives_out_nothing_and_takes_everything_back():
 def test_without_drives_there_is_no_slot():
     slots = StripedSlots([])
     assert slots.slot_nbytes(PAGE + 1) == 2 * PAGE
-    assert (slots.capacity_bytes, slots.num_open, slots.num_free(PAGE)) == (0, 0, 0)
+    assert (slots.capacity_bytes, slots.open_drives, slots.num_free(PAGE)) == (0, (), 0)
     assert slots.reserve(PAGE) is None
     assert len(slots.reserve_many(PAGE, 3).offsets) == 0
     slots.check()

@@ -8,7 +8,7 @@ from small_store import PAGE, spec
 
 from kvstore.core.blocks import Holder
 from kvstore.core.limits import DRIVE_RETRY_S
-from kvstore.core.moves import BAD_SLOT, MoveProblem
+from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, Move, MoveProblem
 
 ANNA, BERT = Holder(b"anna" * 4, 1), Holder(b"bert" * 4, 2)
 HARMLESS = sorted(set(MoveProblem) - BAD_SLOT - {MoveProblem.STOPPED})
@@ -353,3 +353,24 @@ def test_a_drive_is_not_left_alone_because_the_tier_stops():
     small.finish(small.orders(), MoveProblem.STOPPED)
     small.put(ANNA, "b")
     assert small.names(small.orders()) == ["b"]
+
+
+def test_a_drive_whose_removals_hang_stops_no_write_to_the_others():
+    small = SmallSpill(num_segments=8, drives=(1, 1))
+    for i in range(32):
+        small.put(ANNA, [f"k{i}"])
+    small.settle()
+    written: list[Move] = []
+
+    for i in range(8):
+        small.put(ANNA, [f"n{i}"])
+        for _ in range(6):
+            moves = small.orders()
+            small.finish(moves)
+            written += moves
+            done = [forget for forget in small.forgets if forget.offset >> DRIVE_SHIFT == 1]
+            small.forgets = [forget for forget in small.forgets if forget not in done]
+            small.store.finish_forgets(done)
+
+    assert small.names(written) == [f"n{i}" for i in range(8)]
+    assert {drive_of(move) for move in written} == {1}
