@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, GREEDY, SMALL, Bench, Engine, open_bench
+from engines import BLOCK, GREEDY, SMALL, Bench, Engine
 from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
 
 from kvstore.engine_connector.engine.llm import LLM, RequestOutput
@@ -16,18 +16,6 @@ pytestmark = pytest.mark.e2e
 
 PROMPT_TOKENS = 81
 LOADABLE = 80  # full blocks before the last token
-
-
-@pytest.fixture(scope="module")
-def bench_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with open_bench(tmp_path_factory.mktemp("model")) as bench:
-        yield bench
-
-
-@pytest.fixture
-def bench(bench_of_module: Bench) -> Iterator[Bench]:
-    with bench_of_module.own_engines():
-        yield bench_of_module
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, GREEDY, SMALL, Bench, Engine, open_bench
+from engines import BLOCK, GREEDY, SMALL, Bench, Engine
 from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
 
 from kvstore.core.limits import CALL_DEADLINE_S
@@ -24,24 +23,6 @@ pytestmark = pytest.mark.e2e
 
 PROMPT_TOKENS = 201
 LOADABLE = 200  # full blocks before the last token
-
-
-@pytest.fixture(scope="module")
-def bench_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with open_bench(tmp_path_factory.mktemp("model")) as bench:
-        yield bench
-
-
-@pytest.fixture
-def bench(bench_of_module: Bench) -> Iterator[Bench]:
-    with bench_of_module.own_engines():
-        yield bench_of_module
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
-    with running_sidecar(tmp_path, "--no-grpc") as process:
-        yield process
 
 
 @pytest.fixture

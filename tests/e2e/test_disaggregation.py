@@ -2,13 +2,11 @@
 say together is what one engine says alone. Then the tail is gone, late, or unreadable: the tail alone is prefilled."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import BLOCK, Bench, Engine, open_bench
-from sidecar_process import SidecarProcess, connected, running_sidecar, tool
+from engines import BLOCK, Bench, Engine
+from sidecar_process import SidecarProcess, connected, tool
 
 from kvstore.core.errors import ConfigError
 from kvstore.engine_connector.engine.llm import RequestOutput
@@ -22,24 +20,6 @@ pytestmark = pytest.mark.e2e
 NUM_TOKENS = 12
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True)
 WHOLE = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def bench_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with open_bench(tmp_path_factory.mktemp("model")) as bench:
-        yield bench
-
-
-@pytest.fixture
-def bench(bench_of_module: Bench) -> Iterator[Bench]:
-    with bench_of_module.own_engines():
-        yield bench_of_module
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
-    with running_sidecar(tmp_path, "--no-grpc") as process:
-        yield process
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """Loads and saves by layers on a real sidecar: the same tokens as without, whatever happens to the sidecar at whichever copy."""
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine, open_bench
-from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
+from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine
+from sidecar_process import SidecarProcess, tool, wait_until
 from tiny_llama import LAYERS
 
 from kvstore.client import ClientArena
@@ -22,24 +20,6 @@ pytestmark = pytest.mark.e2e
 PROMPT_TOKENS = 203
 LOADABLE = 200  # full blocks before the last token
 NUM_BLOCKS = LOADABLE // BLOCK
-
-
-@pytest.fixture(scope="module")
-def bench_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with open_bench(tmp_path_factory.mktemp("model")) as bench:
-        yield bench
-
-
-@pytest.fixture
-def bench(bench_of_module: Bench) -> Iterator[Bench]:
-    with bench_of_module.own_engines():
-        yield bench_of_module
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
-    with running_sidecar(tmp_path, "--no-grpc") as process:
-        yield process
 
 
 @pytest.fixture

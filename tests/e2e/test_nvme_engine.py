@@ -19,7 +19,7 @@ from drive import (
     wait_until_durable,
     wait_until_recovered,
 )
-from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine, open_bench
+from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine
 from sidecar_process import SidecarProcess, wait_until
 
 from kvstore.engine_connector.engine.sampler import SamplingParams
@@ -30,18 +30,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.crash]
 PROMPT_TOKENS = 401
 LOADABLE = 400
 NUM_LOADABLE = LOADABLE // BLOCK
-
-
-@pytest.fixture(scope="module")
-def bench_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with open_bench(tmp_path_factory.mktemp("model")) as bench:
-        yield bench
-
-
-@pytest.fixture
-def bench(bench_of_module: Bench) -> Iterator[Bench]:
-    with bench_of_module.own_engines():
-        yield bench_of_module
 
 
 @pytest.fixture
