@@ -40,7 +40,9 @@ class House:
 
     def __init__(self, path: Path, arena: Arena, *, unverified_drain_s: float = 60.0) -> None:
         loop, clock = asyncio.get_running_loop(), MonotonicClock()
-        slots = SegmentedSlots(arena.nbytes, segment_bytes=SEGMENT_BYTES, generations=SharedGenerations(arena.generations))
+        slots = SegmentedSlots(
+            arena.nbytes, segment_bytes=SEGMENT_BYTES, generations=SharedGenerations(arena.generations)
+        )
         slots.add_segments(arena.num_segments)
         self.path = SocketPath(str(path))
         self.store = Store(pinned=slots)
