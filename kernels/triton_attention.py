@@ -36,6 +36,9 @@ _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 _LOG2_E = math.log2(math.e)
 
+_CHANGING = ["num_rows", "stride_table"]
+"""Differ from step to step: a kernel of its own for the value 1, or multiples of 16, would only be compiled in mid-service."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTables:
@@ -83,7 +86,7 @@ def tile_of(num_rows: int, head_dim: int) -> Tile:
     """For one row a sequence, of which a KV head's queries fill a part of the 16 rows that a product has at least, or for
     many. As large as no supported GPU spills registers for or lacks shared memory (99 KiB on the smallest)."""
     if num_rows == 1:
-        return Tile(16, 64, 4, 2) if head_dim <= 64 else Tile(16, 32, 8, 2)
+        return Tile(16, 32, 4, 2) if head_dim <= 64 else Tile(16, 32, 8, 2)
     if head_dim <= 64:
         return Tile(64, 32, 4, 2)
     return Tile(32, 32, 4, 2) if head_dim == 128 else Tile(32, 16, 8, 2)
@@ -128,7 +131,7 @@ def attend(out: torch.Tensor, pages: torch.Tensor, layer: int, tables: BlockTabl
     assert heads % kv_heads == 0, (heads, kv_heads)
     group = heads // kv_heads
     tile = tile_of(tables.num_rows, dim)
-    _attend_kernel[(tables.contexts.shape[0], kv_heads, triton.cdiv(tables.num_rows * group, tile.rows))](
+    _attend_kernel[(triton.cdiv(tables.num_rows * group, tile.rows), kv_heads, tables.contexts.shape[0])](
         out,
         q,
         one_layer,
@@ -173,7 +176,7 @@ def _check_rows(x: torch.Tensor, pages: torch.Tensor, num_rows: int) -> None:
     assert num_rows * x.stride(0) < 1 << 31, "rows are addressed with 32 bits"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _write_kernel(
     pages,
     k,
@@ -218,7 +221,7 @@ def _rounded(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _attend_kernel(
     out,
     q,
@@ -240,7 +243,7 @@ def _attend_kernel(
     TILE_TOKENS: tl.constexpr,
 ):
     """One program a sequence, KV head and tile of its query heads. `scale` includes log2(e): powers of 2 are the fast ones."""
-    sequence, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     row = index // GROUP
     live = (index < num_rows * GROUP)[:, None]

@@ -15,6 +15,7 @@ The route of a request through the files:
     sequence       one request's state          block_manager  pages: held, free, found by hash
     model          the Llama forward pass       attention      paged attention, prefill and decode
     sampler        greedy and sampled tokens    no_store       the connector of an engine without a store
+    device         CPU or GPU: which attention (attention, or gpu_attention with Triton), which copies of pages
 
     api_server     OpenAI's HTTP API: the event loop on one thread, the LLM on another (a package of its own)
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
 
 from kvstore.core.errors import ConfigError
 from kvstore.engine_connector.engine.sampler import SamplingParams
@@ -9,6 +12,8 @@ from kvstore.kernels.paged import TORCH_DTYPES
 
 MAX_REQUEST_ID_BYTES = 200
 """The wire takes 256 (core/limits.py); the engine and a connector may append to an id which sample or blocks it speaks of."""
+
+DEVICES = ("cpu", "cuda")
 
 _HIGHEST = {
     "num_pages": 1 << 31,
@@ -84,6 +89,35 @@ def check_dtype(kv_dtype: str) -> None:
     if kv_dtype not in TORCH_DTYPES:
         known = ", ".join(TORCH_DTYPES)
         raise ConfigError(f"kv_dtype: {kv_dtype!r} is not known; use one of {known}", field="kv_dtype", value=kv_dtype)
+
+
+def check_device(device: str, kv_dtype: str) -> None:
+    """Where weights and pages are."""
+    right = None
+    if device not in DEVICES:
+        right = f"use one of {', '.join(DEVICES)}"
+    elif device == "cuda" and not torch.cuda.is_available():
+        right = "this torch finds no GPU; use cpu"
+    elif device == "cuda" and find_spec("triton") is None:
+        right = "attention there needs triton: install kvstore-tiered[gpu], or use cpu"
+    elif device == "cuda" and kv_dtype == "float32":
+        right = "pages there have 16 bits; use kv_dtype float16 or bfloat16"
+    if right is not None:
+        raise ConfigError(f"device: {device!r}: {right}", field="device", value=device)
+
+
+def check_head_dim(device: str, head_dim: int) -> None:
+    """What the kernels can do (kernels/triton_attention.py)."""
+    if device == "cpu":
+        return
+    from kvstore.kernels.triton_attention import HEAD_DIMS
+
+    if head_dim not in HEAD_DIMS:
+        raise ConfigError(
+            f"device: {device!r} runs models with a head_dim of {HEAD_DIMS}; this one has {head_dim}: use cpu",
+            field="device",
+            value=device,
+        )
 
 
 def check_prompt(token_ids: Sequence[int], limit: LengthLimit, vocab_size: int) -> None:

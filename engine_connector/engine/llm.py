@@ -22,6 +22,7 @@ from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine import checks
 from kvstore.engine_connector.engine.admission import Admission
 from kvstore.engine_connector.engine.block_manager import BlockManager
+from kvstore.engine_connector.engine.device import allocate
 from kvstore.engine_connector.engine.loader import LoadedModel, load_model
 from kvstore.engine_connector.engine.model import Transformer
 from kvstore.engine_connector.engine.no_store import no_store
@@ -35,7 +36,6 @@ from kvstore.engine_connector.engine.sequence import FinishReason
 from kvstore.engine_connector.engine.sequence import Sequence as EngineSequence
 from kvstore.engine_connector.fingerprint import weights_fingerprint
 from kvstore.engine_connector.protocol import Connector, LayerwiseScheduler, LayerwiseWorker, SessionHints
-from kvstore.kernels.paged import allocate_pages
 
 Prompt = str | Sequence[int]
 """Text (control tokens in it are recognised), or token ids, as from `tokenizer.encode_chat`."""
@@ -69,7 +69,8 @@ class LLM:
     does not depend on the store, on the batch, nor on preemption, except where the two best logits lie within
     tie_epsilon (ARCHITECTURE.md, "the same tokens"). At most `max_waiting` requests of add_request and stream wait,
     besides those for which the batch has room; more are refused. `layerwise`: attend to loads while they arrive, and save
-    while computing, layer by layer, if the connector can; on a CPU that is no faster (benchmarks/layerwise.py). Raises
+    while computing, layer by layer, if the connector can; on a CPU that is no faster (benchmarks/layerwise.py). `device`:
+    where weights and pages are, "cpu" or "cuda"; how far tokens of a GPU depend on the batch is not measured yet. Raises
     ConfigError for a model file or setting that cannot work.
     """
 
@@ -89,6 +90,7 @@ class LLM:
         prefix_caching: bool = True,
         hash_seed: str = "",
         layerwise: bool = False,
+        device: str = "cpu",
         clock: Clock | None = None,
     ) -> None:
         checks.check_numbers(
@@ -101,15 +103,17 @@ class LLM:
         )
         checks.check_chunks(chunk_tokens, block_tokens)
         checks.check_dtype(kv_dtype)
+        checks.check_device(device, kv_dtype)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded = load_model(model_path)
+        checks.check_head_dim(device, loaded.config.head_dim)
         self._limit = checks.length_limit(loaded.config.context_length, num_pages, block_tokens, max_model_len)
         self.tokenizer = loaded.tokenizer
         hashing = HashScheme(seed=hash_seed, block_tokens=block_tokens)
         self.spec = _kv_spec(model_path, loaded, kv_dtype, hashing)
         self._clock = clock or MonotonicClock()
-        pages = allocate_pages(num_pages, BlockLayout.from_spec(self.spec), kv_dtype)
+        pages = allocate(num_pages, BlockLayout.from_spec(self.spec), kv_dtype, torch.device(device))
         self._blocks = BlockManager(num_pages)
         self._connector = connector_factory(self.spec) if connector_factory else no_store()
         config = SchedulerConfig(
@@ -120,7 +124,7 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         scheduler_by_layers, worker_by_layers = _layerwise(self._connector) if layerwise else (None, None)
-        model = Transformer(loaded.config, loaded.weights)
+        model = Transformer(loaded.config, loaded.weights.to(pages.device))
         self._runner = Runner(model, pages, self._connector.worker, layerwise=worker_by_layers)
         self._scheduler = Scheduler(
             config,

@@ -6,7 +6,7 @@ It keeps no state of a request: K and V go through `attention`, which writes the
 result must depend neither on who else is in the batch nor on how many rows there are (product.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -53,6 +53,11 @@ class LayerWeights:
     gate_up: torch.Tensor  # [2 ffn, hidden]
     down: torch.Tensor  # [hidden, ffn]
 
+    def to(self, device: torch.device) -> "LayerWeights":
+        """Copies on `device`; the same tensors where they are there."""
+        tensors = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -62,6 +67,12 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden]
     lm_head: torch.Tensor  # [vocab, hidden]
+
+    def to(self, device: torch.device) -> "Weights":
+        """Copies on `device`; the same tensors where they are there."""
+        embedding = self.embedding.to(device)
+        lm_head = embedding if self.lm_head is self.embedding else self.lm_head.to(device)
+        return Weights(embedding, tuple(layer.to(device) for layer in self.layers), self.norm.to(device), lm_head)
 
     @property
     def product_nbytes(self) -> int:
@@ -85,17 +96,18 @@ class Attention(Protocol):
 
 
 class Transformer:
-    """Weights and rotary tables; the caller sets torch's threads and inference mode."""
+    """Weights and rotary tables, on the weights' device; the caller sets torch's threads and inference mode."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self._embedding = weights.embedding
-        pack = weights.product_nbytes <= PACKED_LIMIT_BYTES
+        device = weights.embedding.device
+        pack = device.type == "cpu" and weights.product_nbytes <= PACKED_LIMIT_BYTES
         self._layers = tuple(_Layer(config, layer, pack=pack) for layer in weights.layers)
         self._norm = weights.norm
         self._lm_head = Product(weights.lm_head, pack=pack)
         cos, sin = config.rope.tables(config.head_dim, config.context_length)
-        self._cos, self._sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        self._cos, self._sin = torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Final hidden states `[rows, hidden]`, not yet normed, of `token_ids [rows]` at `positions [rows]`."""

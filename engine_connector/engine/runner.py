@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 
 from kvstore.engine_connector.engine.attention import LayerMissing
+from kvstore.engine_connector.engine.device import block_copies, decode_batch, prefill_chunk
 from kvstore.engine_connector.engine.model import Attention, Transformer
-from kvstore.engine_connector.engine.paged_attention import decode_batch, prefill_chunk
 from kvstore.engine_connector.engine.product import pad_rows
 from kvstore.engine_connector.engine.sampler import SampledToken, SampleSpec, sample
 from kvstore.engine_connector.engine.step import ScheduledSequence, Step
 from kvstore.engine_connector.protocol import ConnectorMetadata, LayerwiseWorker, SaveJob, WorkerOutput, WorkerSide
-from kvstore.kernels.paged import PagedCache
 
 
 class StepResult(NamedTuple):
@@ -50,7 +49,7 @@ class Runner:
         self._saves_taken_of: ConnectorMetadata | None = None
         self._begun_saves: tuple[SaveJob, ...] = ()  # of the step that is under way; the worker has got them early
         self._void_saves: tuple[SaveJob, ...] = ()  # of the last step; the worker does not get them
-        worker.register_pages(PagedCache([pages], num_layers=pages.shape[1]))
+        worker.register_pages(block_copies(pages))
 
     @torch.inference_mode()
     def execute(self, step: Step, *, idle_wait_s: float) -> StepResult:
@@ -107,7 +106,7 @@ class Runner:
 
     def _sample(self, rows: list[torch.Tensor], sampling: list[ScheduledSequence]) -> list[SampledToken]:
         """Of the last hidden states of shares whose tokens are all computed."""
-        logits = self._model.logits(torch.cat(rows))
+        logits = self._model.logits(torch.cat(rows)).cpu()  # where a step on a GPU waits for it
         specs = [_specs(share) for share in sampling]
         if any(share.num_samples > 1 for share in sampling):
             logits = logits.repeat_interleave(torch.tensor([len(each) for each in specs]), dim=0)
@@ -119,7 +118,7 @@ class Runner:
         tokens = [share.sequence.token_ids[share.start] for share in decodes]
         attention = decode_batch(self._pages, [share.sequence.block_ids for share in decodes], positions)
         attend = self._saving(attention, decodes)
-        hidden = self._model.hidden(pad_rows(torch.tensor(tokens)), pad_rows(torch.tensor(positions)), attend)
+        hidden = self._hidden(torch.tensor(tokens), torch.tensor(positions), attend)
         return hidden[: len(decodes)]
 
     def _prefill(self, chunk: ScheduledSequence) -> torch.Tensor:
@@ -131,8 +130,12 @@ class Runner:
             assert self._layerwise is not None
             wait = partial(self._layerwise.wait_for_layer, sequence.request_id)
         attention = prefill_chunk(self._pages, sequence.block_ids, chunk.start, chunk.end, wait)
-        positions = pad_rows(torch.arange(chunk.start, chunk.end))
-        return self._model.hidden(pad_rows(tokens), positions, self._saving(attention, (chunk,)))
+        return self._hidden(tokens, torch.arange(chunk.start, chunk.end), self._saving(attention, (chunk,)))
+
+    def _hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Padded, and on the pages' device."""
+        device = self._pages.device
+        return self._model.hidden(pad_rows(tokens).to(device), pad_rows(positions).to(device), attention)
 
     def _saving(self, attention: Attention, shares: tuple[ScheduledSequence, ...]) -> Attention:
         """`attention`, that tells the worker of each layer when blocks of these shares are being saved meanwhile."""

@@ -272,6 +272,8 @@ def test_a_prompt_of_exactly_the_limit_gets_its_one_token(make_llm, prompts):
         ({"max_model_len": 1025}, "max_model_len"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"kv_dtype": "int3"}, "kv_dtype"),
+        ({"device": "cuda:1"}, "device"),
+        ({"device": "cuda", "kv_dtype": "float32"}, "device"),
     ],
 )
 def test_a_setting_out_of_range_is_a_config_error_that_names_it(make_llm, settings, field):

@@ -1,11 +1,32 @@
-"""Which attention: torch's where the pages are in host memory, Triton's where they are on a GPU. Nobody else asks."""
+"""What depends on where the pages are, host memory or a GPU: attention, and copies to and from stored blocks. Nobody else asks.
+
+torch computes the rest of the model, on either.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
+from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
 from kvstore.engine_connector.engine.model import Attention
+from kvstore.engine_connector.protocol import LayeredPages
+from kvstore.kernels.device_pages import DevicePages, allocate_device_pages
+from kvstore.kernels.paged import PagedCache, allocate_pages
+
+
+def allocate(num_pages: int, layout: BlockLayout, dtype: str, device: torch.device) -> torch.Tensor:
+    """Zeroed pages `[num_pages, L, H, T, P, D]`."""
+    if device.type == "cpu":
+        return allocate_pages(num_pages, layout, dtype)
+    return allocate_device_pages(num_pages, layout, dtype, device)
+
+
+def block_copies(pages: torch.Tensor) -> LayeredPages:
+    """The pages, for copying to and from blocks in host memory."""
+    if pages.device.type == "cpu":
+        return PagedCache([pages], num_layers=pages.shape[1])
+    return DevicePages(pages)
 
 
 def prefill_chunk(
