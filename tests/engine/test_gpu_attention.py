@@ -1,25 +1,20 @@
 """The engine on a GPU, as far as one can tell without: its attention in Triton's interpreter, its model on no device."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from kvstore.engine_connector.engine.loader import load_model
 from kvstore.engine_connector.engine.model import Transformer
 
 
-def test_the_engine_answers_as_on_the_cpu():
-    """A process of its own: whether triton interprets or compiles is settled when it is imported."""
-    pytest.importorskip("triton", reason="triton is installed on Linux only")
+def test_the_engine_answers_as_on_the_cpu(interpreter_env):
     program = Path(__file__).parent / "gpu_attention_program.py"
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(program)], env=interpreter_env, capture_output=True, text=True, timeout=100, check=False
     )
 
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,13 +23,11 @@ SMALLEST_SHARED_NBYTES = (
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, dict]:
-    """A process of its own: whether triton interprets or compiles is settled when it is imported."""
+def outcomes(interpreter_env) -> dict[str, dict]:
     program = Path(__file__).parent / "attention_cases.py"
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(program)],
-        env=env,
+        env=interpreter_env,
         capture_output=True,
         text=True,
         timeout=INTERPRETER_DEADLINE_S,
