@@ -1,7 +1,7 @@
 # Each target does all the set-up it needs, in a virtual environment of its own.
 #   make demo    the main job on a real model, end to end          make lint   ruff and mypy
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
-#   make soak    kill -9 of a sidecar with drives under load, 1,000 times; some 20 minutes (KILL_ROUNDS, KILL_SEED: others)
+#   make soak    1,000 kills of a sidecar with drives under load, 10,000 malformed HTTP requests; some 20 minutes
 #   make gpu-test     attention, copies and the engine on a GPU, e.g. with TORCH='torch'; without one it says so and skips
 #   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
 #
