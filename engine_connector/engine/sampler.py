@@ -108,7 +108,8 @@ def _logprob(logits: torch.Tensor, token_id: int, num_top: int | None) -> TokenL
 def _draw(logits: torch.Tensor, spec: SampleSpec) -> int:
     """Inverse of the cumulative distribution over tokens in order of probability; ties go by token id."""
     params = spec.params
-    scaled, ids = (logits.double() / params.temperature).sort(descending=True, stable=True)
+    ordered, ids = logits.double().sort(descending=True, stable=True)
+    scaled = (ordered - ordered[0]) / params.temperature  # the best is 0: the least temperature makes no inf - inf
     if params.top_k:
         scaled = scaled[: params.top_k]
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)

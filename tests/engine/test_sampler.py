@@ -34,6 +34,11 @@ def test_temperature_sharpens():
     assert np.abs(cold - expected.numpy()).max() < 0.04
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-307, 5e-324])
+def test_the_least_temperatures_are_greedy(temperature):
+    assert set(draws(SamplingParams(temperature=temperature, seed=7), 20)) == {1}
+
+
 @pytest.mark.parametrize(
     ("k", "kept"), [(1, {1}), (2, {1, 3}), (3, {1, 3, 2}), (0, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})]
 )
