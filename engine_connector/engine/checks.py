@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from kvstore.core.errors import ConfigError
+from kvstore.engine_connector.engine.output_text import OutputText
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.kernels.paged import TORCH_DTYPES
 
@@ -156,6 +157,16 @@ def check_first_tokens(
     else:
         return
     raise ConfigError(f"first_token_ids: {problem}", field="first_token_ids", value=value)
+
+
+def check_not_stopped(text: OutputText, num_first: int) -> None:
+    """Before it begins: the text is that of first_token_ids."""
+    if text.stopped:
+        raise ConfigError(
+            "first_token_ids: their text has a stop string; there is nothing to take over",
+            field="first_token_ids",
+            value=num_first,
+        )
 
 
 def check_samples(n: int, max_batch: int) -> None:

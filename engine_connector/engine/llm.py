@@ -225,6 +225,11 @@ class LLM:
         return self._limit.tokens
 
     @property
+    def max_queued_at_once(self) -> int:
+        """The most requests of add_request that it takes without a step in between: as many as run, and as many as wait."""
+        return self._max_batch + self._admission.max_waiting
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether a request has not ended, or `step` has yet to hand out its tokens."""
         return self._scheduler.has_unfinished or bool(self._deltas)
@@ -389,6 +394,7 @@ class LLM:
             new_text=lambda: OutputText(self.tokenizer.stream_decoder(), params.stop),
             options=options or RequestOptions(),
         )
+        checks.check_not_stopped(sequence.text, len(first_token_ids))
         if self._scheduler.in_use(sequence.sample_ids):
             raise ConfigError(
                 f"request_id: {request_id!r} is in use; choose another", field="request_id", value=request_id

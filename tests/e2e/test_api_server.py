@@ -564,11 +564,26 @@ def test_a_full_queue_says_when_to_come_back(small: ApiServerProcess) -> None:
 
 
 def test_prompts_are_queued_all_or_none(small: ApiServerProcess) -> None:
-    with small.client() as client, pytest.raises(openai.RateLimitError):
-        client.completions.create(model=MODEL, prompt=["one", "two", "three"], max_tokens=900)
+    with open_stream(small, max_tokens=400) as stream:
+        wait_until(lambda: small.figures()["kvstore_engine_requests running"] == 1, "one runs")
+        prefilled = small.figures()["kvstore_engine_prefill_tokens_total prefilled"]
 
+        with small.client() as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model=MODEL, prompt=["one", "two"], max_tokens=900)
+
+        assert read_until(stream, b"data: [DONE]")
     small.wait_until_idle()
-    assert small.figures()["kvstore_engine_prefill_tokens_total prefilled"] == 0
+    assert small.figures()["kvstore_engine_prefill_tokens_total prefilled"] == prefilled
+
+
+def test_more_prompts_than_ever_find_room_are_not_told_to_come_back(small: ApiServerProcess) -> None:
+    """One runs and one waits: three at once are refused by an idle server too."""
+    with small.client() as client, pytest.raises(openai.BadRequestError, match="3 prompts") as refusal:
+        client.completions.create(model=MODEL, prompt=["one", "two", "three"])
+
+    assert refusal.value.param == "prompt"
+    small.wait_until_idle()
+    assert small.figures()["kvstore_engine_refused_total"] == 0
 
 
 def test_a_reader_who_does_not_read_is_cut_off(small: ApiServerProcess) -> None:

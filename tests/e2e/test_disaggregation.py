@@ -261,3 +261,14 @@ def test_an_answer_that_has_ended_is_not_taken_over(consumer: Engine) -> None:
 
     with pytest.raises(ConfigError, match="ends the answer"):
         consumer.llm.add_request([1, 2, 3], SamplingParams(max_tokens=4), first_token_ids=(stop,))
+
+
+def test_an_answer_that_has_stopped_is_not_taken_over(consumer: Engine) -> None:
+    first = consumer.llm.tokenizer.encode(" and so it")
+    params = SamplingParams(max_tokens=40, stop=("so",))
+
+    with pytest.raises(ConfigError, match="stop string") as caught:
+        consumer.llm.add_request([1, 2, 3], params, request_id="r", first_token_ids=first)
+
+    assert caught.value.fields["field"] == "first_token_ids"
+    assert not consumer.llm.in_use("r")

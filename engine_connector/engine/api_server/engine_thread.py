@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvstore.core.errors import KVStoreError, PeerUnavailable
+from kvstore.core.errors import ConfigError, KVStoreError, PeerUnavailable
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.options import RequestOptions
 from kvstore.engine_connector.engine.outputs import EngineStats, RequestOutput, TokenDelta
@@ -233,6 +233,12 @@ class EngineThread:
 
 
 def _add_all(llm: LLM, requests: Sequence[EngineRequest]) -> None:
+    if len(requests) > llm.max_queued_at_once:  # QueueFull would say that there will be room
+        raise ConfigError(
+            f"prompt: {len(requests)} prompts at once; use at most {llm.max_queued_at_once} (max_batch and max_waiting)",
+            field="prompt",
+            value=len(requests),
+        )
     for number, request in enumerate(requests):
         try:
             llm.add_request(request.token_ids, request.params, options=request.options, request_id=request.request_id)
