@@ -382,7 +382,6 @@ def bench(*arguments: str, expect: int = 0, env: dict[str, str] | None = None) -
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(server: OpenAIServer, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     report, picture = tmp_path / "report.json", tmp_path / "ttft.png"
     shown = bench(
         *("--url", f"on={server.url}", "--compare-body", '{"kvstore": {"no_read": true}}', "--requests", "12"),
