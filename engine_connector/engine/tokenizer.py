@@ -52,8 +52,7 @@ class BPETokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, control tokens recognised; the model's token for the beginning, if it has one, in front."""
-        ids: list[int] = self._text.encode(text).ids
-        return ids
+        return _ids(self._text, text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The model's chat template over messages with `role` and `content`; ends where the assistant's answer begins.
@@ -78,7 +77,7 @@ class BPETokenizer:
         ids: list[int] = []
         for index, piece in enumerate(pieces):
             source, said = (self._ordinary, hidden[int(piece)]) if index % 2 else (self._text, piece)
-            ids += source.encode(said, add_special_tokens=False).ids
+            ids += _ids(source, said, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -113,6 +112,13 @@ class StreamDecoder:
     def finish(self) -> str:
         """What is left: U+FFFD for an unfinished character. All pieces together equal `decode` of all tokens."""
         return self._utf8.decode(b"", final=True)
+
+
+def _ids(pipeline: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """A batch of one: `encode` would hold the GIL all the while, seconds for a text of megabytes."""
+    (encoding,) = pipeline.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _compiled(template: str, special_tokens: Mapping[str, str]) -> ChatTemplate | ConfigError:

@@ -1,6 +1,8 @@
 """Text and tokens, there and back, also piece by piece."""
 
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -28,6 +30,20 @@ def tokens(ids: list[int]) -> list[str]:
 
 def test_merges_apply_within_words_and_digits_stand_alone():
     assert tokens(TOKENIZER.encode("the the 12")) == ["the", "Ġthe", "Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "encode", [TOKENIZER.encode, lambda text: TOKENIZER.encode_chat([{"role": "user", "content": text}])]
+)
+def test_a_long_text_does_not_hold_up_other_threads(encode):
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(encode, "the the 12 " * 100_000)
+        num_turns = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            num_turns += 1
+
+    assert num_turns > 10
 
 
 @given(st.text())
