@@ -151,11 +151,6 @@ class Spill:
         return sum(extent.nbytes for extent in self._quarantined.values())
 
     @property
-    def num_reads_in_flight(self) -> int:
-        """Blocks on their way to RAM."""
-        return sum(flight.urgency is not Urgency.WRITE for flight in self._flights.values())
-
-    @property
     def _max_writing_bytes(self) -> int:
         """Bytes of RAM that writes may keep from eviction: a drive that hangs must not take the arena with it."""
         return min(MAX_WRITES_IN_FLIGHT_BYTES, int(self.pinned.slots.capacity_bytes * MAX_WRITING_FRACTION))

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.blocks import Extent, SlotArrays
-from kvstore.core.limits import SLOT_ALIGN_BYTES
+from kvstore.core.blocks import Extent, SlotArrays, slot_nbytes
 from kvstore.core.moves import DRIVE_SHIFT
 from kvstore.tiers.slots import SegmentedSlots
 
@@ -58,7 +57,7 @@ class StripedSlots:
         """As on each drive; without drives, `nbytes` rounded up to whole pages."""
         if self._drives:
             return self._drives[0].slot_nbytes(nbytes)
-        return -(-nbytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+        return slot_nbytes(nbytes)
 
     def num_free(self, nbytes: int) -> int:
         """Of all drives that are open."""

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.core.limits import SLOT_ALIGN_BYTES
+
 
 class Extent(NamedTuple):
     """A range inside a tier. `generation` changes whenever the range is given to another block, so that a stale extent is
@@ -14,6 +16,11 @@ class Extent(NamedTuple):
     offset: int
     nbytes: int
     generation: int
+
+
+def slot_nbytes(nbytes: int) -> int:
+    """Bytes of the slot of a block of `nbytes`: whole pages."""
+    return -(-nbytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
 
 class SlotArrays(NamedTuple):

@@ -4,7 +4,7 @@ from faulty_file import PAGE
 
 from kvstore.core.moves import BlockRecord, Move, MoveProblem, Urgency
 from kvstore.tiers.nvme.gate import Gate
-from kvstore.tiers.nvme.move_queue import MoveQueue, slot_nbytes
+from kvstore.tiers.nvme.move_queue import MoveQueue, move_nbytes
 
 READ, PREFETCH, WRITE = Urgency
 
@@ -66,7 +66,7 @@ def test_reads_come_before_prefetches_and_classes_are_not_joined():
 
 
 def test_a_slot_is_whole_pages():
-    assert [slot_nbytes(move(READ, 0, nbytes)) for nbytes in (1, PAGE, PAGE + 1)] == [PAGE, PAGE, 2 * PAGE]
+    assert [move_nbytes(move(READ, 0, nbytes)) for nbytes in (1, PAGE, PAGE + 1)] == [PAGE, PAGE, 2 * PAGE]
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kvstore.core.blocks import slot_nbytes
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.limits import DRIVE_THREADS, MAX_IO_BYTES
 from kvstore.core.moves import Forget, MoveProblem
@@ -30,7 +31,7 @@ from kvstore.tiers.nvme.records import (
     encode_quarantined,
     require_known_version,
 )
-from kvstore.tiers.nvme.recovery import erasures, slot_nbytes, take_slots, usable_rows
+from kvstore.tiers.nvme.recovery import erasures, take_slots, usable_rows
 from kvstore.tiers.nvme.tables import Erase, IndexTables, Op
 
 MAX_FINDINGS = 100

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.moves import MoveProblem
-from kvstore.tiers.nvme.file import BlockFile, DirectFile, no_room, page_aligned, problem_of
+from kvstore.tiers.nvme.file import BlockFile, DirectFile, no_room, page_aligned, problem_of, sync_folder
 from kvstore.tiers.nvme.lmdb_pages import require_sound
 from kvstore.tiers.nvme.records import (
     DRIVE_ID_NBYTES,
@@ -142,7 +142,7 @@ class DriveDirectory:
         if meta is None or meta.nbytes != self.valid_nbytes:
             self._set_meta(self.valid_nbytes)
         if meta is None:
-            _sync_folder(self.tables.path)
+            sync_folder(self.tables.path)
         self._resize()
         if header is None:
             write_header(self._file, Header(FORMAT_VERSION, self._drive_id, self._segment_bytes))
@@ -226,12 +226,3 @@ def _require_directory(path: Path) -> None:
 
 def _wrong(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"nvme: {path}: {problem}", field="nvme", value=str(path))
-
-
-def _sync_folder(path: Path) -> None:
-    """A new file's name is durable when its folder is."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,7 +16,7 @@ from kvstore.core.limits import DRIVE_THREADS, MAX_DRIVE_ERRORS, MAX_IO_BYTES
 from kvstore.core.moves import BAD_SLOT, BlockRecord, Move, MoveDone, MoveProblem, Urgency
 from kvstore.tiers.nvme.file import BlockFile
 from kvstore.tiers.nvme.gate import WHOLE_DRIVE, Gate
-from kvstore.tiers.nvme.move_queue import MoveQueue, slot_nbytes
+from kvstore.tiers.nvme.move_queue import MoveQueue, move_nbytes
 from kvstore.tiers.nvme.slot_io import SlotIO
 
 _log = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ class _IO:
     @property
     def nbytes(self) -> int:
         """Of all slots."""
-        return sum(map(slot_nbytes, self.moves))
+        return sum(map(move_nbytes, self.moves))
 
 
 class _Step(NamedTuple):

@@ -85,7 +85,7 @@ class DirectFile:
             _log.warning("%s: the file system has no direct I/O; its page cache keeps a second copy of blocks", path)
             file = cls(os.open(path, flags, 0o600), path, direct=False)
         if not file.nbytes:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         return file
 
     @property
@@ -154,7 +154,7 @@ def no_room(path: Path, nbytes: int, err: OSError) -> ConfigError:
     )
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """A new file's name outlives a power cut only when its folder is synced too."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvstore.core.limits import MAX_IO_BYTES, SLOT_ALIGN_BYTES
+from kvstore.core.blocks import slot_nbytes
+from kvstore.core.limits import MAX_IO_BYTES
 from kvstore.core.moves import Move, Urgency
 
 _MAX_MOVES = 256
@@ -64,18 +65,18 @@ class MoveQueue:
             return []
         _, move = waiting.popitem(last=False)
         moves = [move]
-        nbytes = slot = slot_nbytes(move)
+        nbytes = slot = move_nbytes(move)
         while len(moves) < _MAX_MOVES:
             follower = waiting.get(move.record.offset + slot)
-            if follower is None or nbytes + slot_nbytes(follower) > self._max_io_bytes:
+            if follower is None or nbytes + move_nbytes(follower) > self._max_io_bytes:
                 break
             move = waiting.pop(follower.record.offset)
-            slot = slot_nbytes(move)
+            slot = move_nbytes(move)
             nbytes += slot
             moves.append(move)
         return moves
 
 
-def slot_nbytes(move: Move) -> int:
-    """Length of the move's slots, in the arena and on the drive: whole pages."""
-    return -(-move.record.nbytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+def move_nbytes(move: Move) -> int:
+    """Length of the move's slots, in the arena and on the drive."""
+    return slot_nbytes(move.record.nbytes)

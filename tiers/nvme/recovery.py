@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.limits import SLOT_ALIGN_BYTES
+from kvstore.core.blocks import slot_nbytes
 from kvstore.core.moves import DRIVE_SHIFT
 from kvstore.tiers.nvme.records import Namespace, Quarantined, Rows, encode_quarantined
 from kvstore.tiers.nvme.tables import BLOCK_TABLES, Erase, Scan
@@ -171,11 +171,6 @@ def fitting(
     fits = np.zeros(len(offsets), np.bool_)
     fits[by_offset[newest]] = True
     return fits
-
-
-def slot_nbytes(nbytes: int) -> int:
-    """Bytes of the slot of a block of `nbytes`."""
-    return -(-nbytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
 
 def _blocks_of(

@@ -10,7 +10,7 @@ from kvstore.core.limits import MAX_DRIVE_ERRORS, SLOT_ALIGN_BYTES
 from kvstore.core.moves import DRIVE_SHIFT, Move, MoveProblem
 from kvstore.tiers.nvme.file import BlockFile, problem_of
 from kvstore.tiers.nvme.gate import WHOLE_DRIVE
-from kvstore.tiers.nvme.move_queue import slot_nbytes
+from kvstore.tiers.nvme.move_queue import move_nbytes
 
 _OFFSET_MASK = (1 << DRIVE_SHIFT) - 1
 
@@ -35,7 +35,7 @@ class SlotIO:
         """Whoever orders a move that touches others' bytes finds out first."""
         assert move.record.nbytes > 0
         assert move.arena_offset % SLOT_ALIGN_BYTES == 0
-        assert 0 <= move.arena_offset <= self._arena.nbytes - slot_nbytes(move)
+        assert 0 <= move.arena_offset <= self._arena.nbytes - move_nbytes(move)
         assert self.file_offset(move) % SLOT_ALIGN_BYTES == 0
 
     def file_offset(self, move: Move) -> int:
@@ -96,7 +96,7 @@ class SlotIO:
             if move.arena_offset != end:
                 views.append(self._arena[start:end])
                 start = move.arena_offset
-            end = move.arena_offset + slot_nbytes(move)
+            end = move.arena_offset + move_nbytes(move)
         views.append(self._arena[start:end])
         return views
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import lmdb
 import numpy as np
 
+from kvstore.core.blocks import slot_nbytes
 from kvstore.core.errors import TierIOError
-from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.core.moves import DRIVE_SHIFT, BlockRecord, Forget, Touch
 from kvstore.tiers.nvme.lmdb_pages import DATA_MDB
 from kvstore.tiers.nvme.records import (
@@ -205,7 +205,7 @@ class IndexTables:
         named = set(self._named)
         for kind, run in _runs(ops):
             if kind is BlockRecord:
-                put_nbytes += sum(-(-record.nbytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES for record in run)
+                put_nbytes += sum(slot_nbytes(record.nbytes) for record in run)
                 for namespace in {record.namespace for record in run} - named:
                     txn.put(namespace, namespaces[namespace], db=self._tables["namespaces"])
                     named.add(namespace)
