@@ -47,6 +47,33 @@ def test_an_io_that_does_not_come_back_is_told_until_it_does(bench, urgency):
     assert b.drive.health()[:2] == ("ready", "")
 
 
+# --- bugs of ours -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("urgency", "step"), [(READ, "read"), (READ, "checksum"), (WRITE, "write"), (WRITE, "checksum")]
+)
+def test_a_step_that_crashes_ends_its_moves_and_the_thread_goes_on(bench, monkeypatch, caplog, urgency, step):
+    """As often as there are threads and counters to lose."""
+    b = bench(threads=1)
+    b.write([1, 2])
+    checksum = b.written[PAGE].checksum
+    right = getattr(slot_io.SlotIO, step)
+
+    def crash(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    for _ in range(6):
+        monkeypatch.setattr(slot_io.SlotIO, step, crash)
+        assert b.run([b.move(urgency, 1, arena_page=1, checksum=checksum)]) == [MoveProblem.GONE]
+        monkeypatch.setattr(slot_io.SlotIO, step, right)
+        b.now_s += DRIVE_RETRY_S[1]
+        assert b.write([2]) == [None]
+        assert b.read([2]) == [None]
+    assert "a step crashed" in caplog.text
+    assert not b.drive.busy()
+
+
 # --- health -----------------------------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,23 @@ class Drive:
 
     def _work(self) -> None:
         while (step := self._next()) is not None:
-            step.run(step.io)
+            try:
+                step.run(step.io)
+            except Exception:  # noqa: BLE001 - outermost frame of a step: logged, counted as GONE; the thread goes on
+                _log.exception("drive %s: a step crashed", self._name)
+                self._end_crashed(step.io)
+
+    def _end_crashed(self, io: "_IO") -> None:
+        """Its moves end as if the drive were gone: nothing is known of their bytes, and no slot is to blame."""
+        with self._changed:
+            if io.ended:
+                return
+            if self._begun_s.pop(id(io), None) is not None:
+                self._num_writing -= io.writes
+            elif io.writes:
+                self._num_ahead -= 1
+        io.problems = [MoveProblem.GONE] * len(io.moves)
+        self._finish(io)
 
     def _next(self) -> "_Step | None":
         """Wait for something to do. None: the drive closes."""
@@ -263,6 +279,7 @@ class Drive:
     def _finish(self, io: "_IO") -> None:
         """Learn from how it went, then report it."""
         with self._changed:
+            io.ended = True
             turned = self._learn(io)
             first_ones = self._count(io)
             muted = self._given_up
@@ -271,13 +288,15 @@ class Drive:
             _log.warning("drive %s: %s", self._name, turned)
         for problem, move in first_ones:
             _log.warning("drive %s: %s at %d, the first", self._name, problem, self._slots.file_offset(move))
-        if not muted:
-            self._report(io)
-        with self._changed:
-            self._num_reporting -= 1
-            self._num_open -= 1
-            if self._closing:
-                self._changed.notify_all()
+        try:
+            if not muted:
+                self._report(io)
+        finally:
+            with self._changed:
+                self._num_reporting -= 1
+                self._num_open -= 1
+                if self._closing:
+                    self._changed.notify_all()
 
     def _report(self, io: "_IO") -> None:
         checksums = io.checksums or [0] * len(io.moves)
@@ -341,6 +360,7 @@ class _IO:
     ticket: int | None  # of the gate; None: it is closed
     problems: list[MoveProblem | None] = field(default_factory=list)  # how each move went
     checksums: list[int] = field(default_factory=list)  # of writes
+    ended: bool = False  # being reported, or reported
 
     @property
     def nbytes(self) -> int:
