@@ -102,7 +102,7 @@ class Store:
         self._limbo_fraction = limbo_fraction
         self._leases = LeaseTable(max_leases_per_instance=max_leases_per_instance)
         self._waiting: dict[int, list[Lease]] = {}  # by row that is arriving: leases that were granted it
-        self._drops: list[tuple[bytes, Sequence[bytes] | None]] = []  # while the drives are being restored
+        self._drops: dict[bytes, set[bytes] | None] = {}  # by namespace, while the drives are being restored; None: all
 
     # --- namespaces -------------------------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Store:
             found = self._index.find_all(entry, keys)
             rows = self._index.with_descendants(np.unique(found[found != NO_PARENT]))
         if self._has_drives and not self._spill.active:
-            self._drops.append((namespace, keys))
+            self._drops[namespace] = self._with_drop(self._drops.get(namespace, set()), keys)
         num_dropped = self._drop(entry, rows)
         self._counters["dropped_blocks_total"] += num_dropped
         return num_dropped
@@ -432,9 +432,10 @@ class Store:
         """All is restored, and the drives' segments are added. `written`: bytes by hour since the epoch, as far back as a day;
         `now_s + wall_offset_s` is the time since the epoch. Drops since the start apply to what was restored too."""
         self._spill.start(written, wall_offset_s)
-        drops, self._drops = self._drops, []
-        for namespace, keys in drops:
-            self.drop(namespace, keys)
+        drops, self._drops = self._drops, {}
+        for namespace, keys in drops.items():
+            if self._index.find_namespace(namespace) is not None:  # closed meanwhile: the drives had nothing of it
+                self.drop(namespace, None if keys is None else list(keys))
 
     def take_orders(self, now_s: float) -> Orders:
         """What is to be done on the drives now. To be asked after every verb, `finish_...` and `tick`."""
@@ -605,6 +606,13 @@ class Store:
         self._spill.drop(entry, rows)
         self._index.forget_dead(rows)
         return num_dropped
+
+    @staticmethod
+    def _with_drop(known: set[bytes] | None, keys: Sequence[bytes] | None) -> set[bytes] | None:
+        """What is to be dropped once more when the drives are there. More than MAX_KEYS_PER_CALL keys: the whole namespace."""
+        if known is None or keys is None or len(known) + len(keys) > MAX_KEYS_PER_CALL:
+            return None
+        return known.union(keys)
 
     def _drop_outlived(self, rows: Rows) -> None:
         for number in np.unique(self._index.namespace[rows]).tolist():
