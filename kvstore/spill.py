@@ -136,7 +136,7 @@ class Spill:
         self._removing_bytes: Counter[int] = Counter()  # by drive, of these:
         self._retired: dict[tuple[int, int], Forget] = {}  # by offset and generation: removals that are not durable yet
         self._quarantined: dict[int, Extent] = {}  # by offset
-        self._orphans: list[tuple[Extent, Forget]] = []  # restored, and to be forgotten at the start
+        self._orphans: list[Forget] = []  # restored, and to be forgotten at the start
         self._moves: list[Move] = []
         self._forgets: list[Forget] = []
         self._namespaces: list[tuple[bytes, str, bytes]] = []
@@ -176,10 +176,10 @@ class Spill:
         rows = self._restore_rows(entry, blocks)
         known, orphans = np.flatnonzero(rows != NO_PARENT), np.flatnonzero(rows == NO_PARENT)
         nbytes = entry.spec.block_nbytes
-        for i in orphans.tolist():
-            extent = Extent(int(blocks.offsets[i]), entry.slot_nbytes, int(blocks.generations[i]))
-            forget = Forget(entry.namespace, blocks.keys[i], extent.offset, nbytes, extent.generation)
-            self._orphans.append((extent, forget))
+        self._orphans += [
+            Forget(entry.namespace, blocks.keys[i], int(blocks.offsets[i]), nbytes, int(blocks.generations[i]))
+            for i in orphans.tolist()
+        ]
         self._slots.restore(nbytes, SlotArrays(blocks.offsets[orphans], blocks.generations[orphans]))
         rows = rows[known]
         self.nvme.restore(entry, rows, SlotArrays(blocks.offsets[known], blocks.generations[known]))
@@ -326,10 +326,10 @@ class Spill:
 
     def finish_forgets(self, forgets: Sequence[Forget]) -> None:
         """Removals have become durable: their slots are free, but for the quarantined ones."""
-        for forget in forgets:
-            if self._retired.pop((forget.offset, forget.generation), None) is not None:
-                self._removing_bytes[forget.offset >> DRIVE_SHIFT] -= self._slots.slot_nbytes(forget.nbytes)
-                self._slots.free(Extent(forget.offset, forget.nbytes, forget.generation))
+        retired = [f for f in forgets if self._retired.pop((f.offset, f.generation), None) is not None]
+        for forget in retired:
+            self._removing_bytes[forget.offset >> DRIVE_SHIFT] -= self._slots.slot_nbytes(forget.nbytes)
+        self._slots.free_many(_slots_of(retired))
 
     def check(self) -> None:
         """I3 on the drives, once their segments are added, and that every move holds what it moves."""
@@ -585,24 +585,32 @@ class Spill:
     def _retire(self, rows: Rows) -> None:
         """Blocks have left the drives: their slots are free when the removal is durable (I8). Before the start there are no
         segments yet whose slots could go to limbo."""
-        retired = [(self.nvme.table.extent(row), self._forget(row, None)) for row in rows.tolist()]
+        index, table = self._index, self.nvme.table
+        entries = [index.namespaces[number] for number in index.namespace[rows].tolist()]
+        keys = [index.keys[row] for row in rows.tolist()]
+        columns = entries, keys, table.offset[rows].tolist(), table.generation[rows].tolist()
+        retired = [
+            Forget(entry.namespace, key, offset, entry.spec.block_nbytes, generation)
+            for entry, key, offset, generation in zip(*columns, strict=True)
+        ]
         if self.active:
             self._order_forgets(retired)
         else:
             self._orphans += retired
 
-    def _order_forgets(self, retired: Sequence[tuple[Extent, Forget]]) -> None:
-        for extent, forget in retired:
-            self._slots.to_limbo(extent)
-            self._retired[forget.offset, forget.generation] = forget
-            self._removing_bytes[forget.offset >> DRIVE_SHIFT] += extent.nbytes
-            self._forgets.append(forget)
+    def _order_forgets(self, forgets: Sequence[Forget]) -> None:
+        """A Drop may have a million."""
+        self._slots.to_limbo_many(_slots_of(forgets))
+        self._retired.update(zip([(f.offset, f.generation) for f in forgets], forgets, strict=True))
+        for forget in forgets:
+            self._removing_bytes[forget.offset >> DRIVE_SHIFT] += self._slots.slot_nbytes(forget.nbytes)
+        self._forgets += forgets
 
     def _quarantine(self, forget: Forget, extent: Extent) -> None:
         self._quarantined[extent.offset] = extent
         self._forgets.append(forget)
 
-    def _forget(self, row: int, problem: MoveProblem | None) -> Forget:
+    def _forget(self, row: int, problem: MoveProblem) -> Forget:
         entry, table = self._index.namespace_of(row), self.nvme.table
         return Forget(
             entry.namespace,
@@ -620,6 +628,11 @@ class Spill:
 def _look_up(numbers: Mapping[bytes, int], keys: Sequence[bytes]) -> Rows:
     """A number for each key, -1 where there is none."""
     return np.fromiter(map(numbers.get, keys, repeat(-1)), np.int64, len(keys))
+
+
+def _slots_of(forgets: Sequence[Forget]) -> SlotArrays:
+    offsets, generations = [forget.offset for forget in forgets], [forget.generation for forget in forgets]
+    return SlotArrays(np.array(offsets, np.int64), np.array(generations, np.uint64))
 
 
 class _Pause(NamedTuple):

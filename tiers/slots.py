@@ -148,12 +148,19 @@ class SegmentedSlots:
 
     def to_limbo(self, extent: Extent) -> None:
         """Reserved -> limbo. The generation stays: nobody new gets the slot."""
-        segment, slot = self._locate(extent.offset)
-        assert self._generations.are_current(_one(extent))
-        assert segment.states[slot] == _RESERVED
-        segment.states[slot] = _LIMBO
-        self._reserved_bytes -= segment.slot_nbytes
-        self._limbo_bytes += segment.slot_nbytes
+        self.to_limbo_many(_one(extent))
+
+    def to_limbo_many(self, slots: SlotArrays) -> None:
+        """Reserved -> limbo, for each."""
+        assert self._generations.are_current(slots)
+        nbytes = 0
+        for offset in slots.offsets.tolist():
+            segment, slot = self._locate(offset)
+            assert segment.states[slot] == _RESERVED
+            segment.states[slot] = _LIMBO
+            nbytes += segment.slot_nbytes
+        self._reserved_bytes -= nbytes
+        self._limbo_bytes += nbytes
 
     def free(self, extent: Extent) -> None:
         """Reserved or limbo -> free."""

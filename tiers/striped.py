@@ -94,6 +94,11 @@ class StripedSlots:
         drive = self._drives[extent.offset >> DRIVE_SHIFT]
         drive.to_limbo(extent._replace(offset=extent.offset & _OFFSET_MASK))
 
+    def to_limbo_many(self, slots: SlotArrays) -> None:
+        """See SlotSpace."""
+        for drive, own in self._split(slots):
+            drive.to_limbo_many(own)
+
     def free(self, extent: Extent) -> None:
         """See SlotSpace."""
         drive = self._drives[extent.offset >> DRIVE_SHIFT]

@@ -60,6 +60,10 @@ class SlotSpace(Protocol):
         """The slot is nobody's block any more, but somebody may still touch it: neither free nor reserved."""
         ...
 
+    def to_limbo_many(self, slots: SlotArrays) -> None:
+        """`to_limbo` for each of them; they may be of different sizes."""
+        ...
+
     def free(self, extent: Extent) -> None:
         """The slot (reserved or in limbo) may be given out again, under another generation. Asserts the generation."""
         ...

@@ -380,3 +380,16 @@ def test_without_drives_there_is_no_slot():
 def test_a_drive_that_is_off_is_passed_over():
     slots = two_drives(0, 1)
     assert owners(slots.reserve_many(PAGE, 3)) == [1, 1, 1]
+
+
+def test_many_slots_of_different_sizes_go_to_limbo_and_come_back_together(make_slots: Factory):
+    slots = make_slots(4)
+    extents = [one(slots, PAGE), one(slots, 3 * PAGE), one(slots, PAGE)]
+    slots.to_limbo_many(arrays(extents))
+    slots.check()
+    assert (slots.reserved_bytes, slots.limbo_bytes) == (0, 5 * PAGE)
+    with pytest.raises(AssertionError):
+        slots.to_limbo_many(arrays(extents[:1]))
+    slots.free_many(arrays(extents))
+    slots.check()
+    assert slots.limbo_bytes == 0
