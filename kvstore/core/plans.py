@@ -12,6 +12,19 @@ class Match(NamedTuple):
     tiers: bytes  # for each block the number of its best tier (TIERS)
 
 
+class FetchPlan(NamedTuple):
+    """How much of a match to fetch, from what was measured; the rest is computed. A forecast: nothing is held by it."""
+
+    num_blocks: int  # to fetch, behind the tokens that the engine has
+    both_ends: bool  # fetch them from the back while the engine computes at the front, until the two meet
+    front_blocks: int  # so many of them the engine may compute while the fetch is in time; later, all it gets to
+    fetch_s: float  # until the last of the blocks would be there, if nothing were computed
+    recompute_s: float  # of all behind the context, with nothing fetched
+    total_s: float  # what this plan is expected to take until all but the generated tokens are computed
+    deadline_s: float  # wait no longer than this for the fetch, from its start; 0.0: there is no fetch
+    reason: str  # in words, with the numbers that decided
+
+
 class ReadGrant(NamedTuple):
     """A read lease: slot i holds `keys[first_needed + i]` and stays readable until the lease ends."""
 
