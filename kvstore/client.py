@@ -25,7 +25,7 @@ from kvstore.core.errors import (
 )
 from kvstore.core.keys import KVSpec, pack_keys
 from kvstore.core.limits import CALL_DEADLINE_S, CONNECT_DEADLINE_S
-from kvstore.core.plans import Match, NamespaceInfo, NearMiss
+from kvstore.core.plans import FetchPlan, Match, MatchWish, NamespaceInfo, NearMiss
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.frames import FROM_SERVER, MAX_CALL_ID, Frame, FrameDecoder, Kind, Verb, encode_frame
 
@@ -172,10 +172,15 @@ class Client:
                 raise error_from_wire(reply.code, reply.message, dict(reply.fields))
             self._take_hello(reply)
 
-    def match(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> Match:
-        """Length of the longest READY prefix of `keys`, and where each block lies. Owns nothing."""
-        reply = self._call(Verb.MATCH, pb.MatchRequest(namespace=namespace, keys=_packed(keys)), pb.MatchReply)
-        return Match(reply.num_blocks, reply.tiers)
+    def match(self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None) -> Match:
+        """Length of the longest READY prefix of `keys`, and where each block lies; with a `wish`, which only engines have, also
+        how much of it is worth fetching. Owns nothing."""
+        request = pb.MatchRequest(
+            namespace=namespace, keys=_packed(keys), wish=None if wish is None else pb.PlanWish(**wish._asdict())
+        )
+        reply = self._call(Verb.MATCH, request, pb.MatchReply)
+        plan = _plan(reply.plan) if reply.HasField("plan") else None
+        return Match(reply.num_blocks, reply.tiers, plan, reply.plan.plan_id)
 
     def acquire(
         self,
@@ -185,20 +190,19 @@ class Client:
         *,
         first_needed: int = 0,
         ttl_s: float = 0.0,
-        prompt_tokens: int = 0,
-        compute_wait_s: float = 0.0,
-        deadline_s: float = 0.0,
+        from_back: bool = False,
+        plan_id: int = 0,
     ) -> Acquired:
-        """Lease the READY prefix of `keys` from `first_needed` on, for reading. The last three are for the planner."""
+        """Lease the READY prefix of `keys` from `first_needed` on, for reading. What lies on drives is read `from_back` to
+        front, or in order. `plan_id`: of the plan that this carries out."""
         request = pb.AcquireRequest(
             request_id=request_id,
             namespace=namespace,
             keys=_packed(keys),
             first_needed=first_needed,
             ttl_s=ttl_s,
-            prompt_tokens=prompt_tokens,
-            compute_wait_s=compute_wait_s,
-            deadline_s=deadline_s,
+            order=pb.BACK if from_back else pb.FRONT,
+            plan_id=plan_id,
         )
         reply = self._call(Verb.ACQUIRE, request, pb.AcquireReply)
         return Acquired(
@@ -217,10 +221,16 @@ class Client:
         reply = self._call(Verb.PREFETCH, request, pb.PrefetchReply)
         return Prefetched(reply.num_blocks, reply.num_started)
 
-    def release(self, lease_id: int, outcome: int) -> None:
-        """Give a read lease back; `outcome` is an `Outcome` of kvstore_pb2. This process does not touch its slots any more.
-        Raises LeaseExpired when it had ended before, and UnknownLease."""
-        request = pb.ReleaseRequest(lease_id=lease_id, outcome=outcome)  # type: ignore[arg-type]  # as for role
+    def release(self, lease_id: int, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
+        """Give a read lease back; `outcome` is an `Outcome` of kvstore_pb2, `seconds` from acquire until the last of
+        `num_loaded` blocks was in its page. This process does not touch its slots any more. Raises LeaseExpired when it
+        had ended before, and UnknownLease."""
+        request = pb.ReleaseRequest(
+            lease_id=lease_id,
+            outcome=outcome,  # type: ignore[arg-type]  # as for role
+            num_loaded=num_loaded,
+            seconds=seconds,
+        )
         self._call(Verb.RELEASE, request, pb.ReleaseReply)
 
     def renew(self, lease_ids: Sequence[int], ttl_s: float = 0.0, *, others_ended: bool = False) -> list[int]:
@@ -285,6 +295,24 @@ class Client:
         """Say that nobody is going to need this prefix soon: it is evicted before anything else. How many blocks it has."""
         request = pb.PinRequest(namespace=namespace, keys=_packed(keys), cool=True)
         return self._call(Verb.PIN, request, pb.PinReply).num_blocks
+
+    def report(
+        self,
+        namespace: bytes,
+        *,
+        prefill: Sequence[tuple[float, float, float]] = (),
+        copy_nbytes: int = 0,
+        copy_s: float = 0.0,
+    ) -> None:
+        """Tell what this engine's speed is: of each step (tokens, pairs, seconds), where a share of n tokens behind s has
+        n*s + n*n/2 pairs; and how long it took to copy so many bytes from the arena into pages."""
+        packed = np.array(prefill, "<f8").tobytes()
+        request = pb.ReportRequest(namespace=namespace, prefill=packed, copy_bytes=copy_nbytes, copy_s=copy_s)
+        self._call(Verb.REPORT, request, pb.ReportReply)
+
+    def explain(self, *, request_id: str = "", last: int = 0) -> list[pb.PlanRecord]:
+        """The last plans, newest first: of one request, or of all; 0: ten."""
+        return list(self._call(Verb.EXPLAIN, pb.ExplainRequest(request_id=request_id, last=last), pb.ExplainReply).plans)
 
     def stats(self) -> pb.StatsReply:
         """Bytes, blocks, sessions, leases and counters."""
@@ -479,6 +507,10 @@ def _check_hello(reply: pb.HelloReply, *, num_descriptors: int, wanted: int, cut
 
 def _packed(keys: Sequence[bytes] | bytes) -> bytes:
     return keys if isinstance(keys, bytes) else pack_keys(keys)
+
+
+def _plan(plan: pb.Plan) -> FetchPlan:
+    return FetchPlan(*[getattr(plan, field) for field in FetchPlan._fields])
 
 
 def _u64(packed: bytes) -> NDArray[np.uint64]:

@@ -214,8 +214,6 @@ class Dispatcher:
         keys = self._keys(session, request.namespace, request.keys)
         _check_request_id(request.request_id)
         _check_first_needed(request.first_needed, keys)
-        for field in ("compute_wait_s", "deadline_s"):
-            _check_duration(field, getattr(request, field))
         _check_enum("order", request.order, _ORDERS)
         now_s = self._clock.now_s()
         grant = self._store.acquire(

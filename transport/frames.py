@@ -23,7 +23,7 @@ MAX_CALL_ID = 0xFFFF_FFFF
 
 
 class Verb(enum.IntEnum):
-    """What a frame is about. 12 to 14, 16 and 17 are kept for Cancel, Report, Explain, Watch and Locate."""
+    """What a frame is about. 12, 16 and 17 are kept."""
 
     HELLO = 1
     MATCH = 2
@@ -36,6 +36,8 @@ class Verb(enum.IntEnum):
     DROP = 9
     STATS = 10
     PREFETCH = 11
+    REPORT = 13
+    EXPLAIN = 14
     PIN = 15
 
 

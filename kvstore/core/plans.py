@@ -5,11 +5,26 @@ from typing import NamedTuple
 from kvstore.core.blocks import Extent, KeyStatus, SlotArrays
 
 
+class MatchWish(NamedTuple):
+    """What an engine tells of a request, so that Match can plan it. Fields are those of PlanWish in kvstore.proto."""
+
+    request_id: str  # the engine's own, for Explain
+    num_tokens: int  # of the whole prompt
+    first_needed: int = 0  # blocks before it are on the engine already
+    chunk_tokens: int = 0  # of the engine's prefill; 0: unchunked
+    compute_wait_s: float = 0.0  # until the engine could begin to compute
+    compute_price: float = 0.0  # what a second of the engine costs others, in seconds; 0: idle
+    both_ends: bool = False  # it can compute at the front while blocks arrive from the back
+    deadline_s: float = 0.0  # it waits no longer for a load; 0: no limit
+
+
 class Match(NamedTuple):
     """The longest prefix that can be read, from whatever tier. May be stale at once; owns nothing."""
 
     num_blocks: int
     tiers: bytes  # for each block the number of its best tier (TIERS)
+    plan: "FetchPlan | None" = None  # when there was a wish
+    plan_id: int = 0  # of that plan; never 0
 
 
 class FetchPlan(NamedTuple):

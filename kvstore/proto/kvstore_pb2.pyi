@@ -107,46 +107,86 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "keys")
+    __slots__ = ("namespace", "keys", "wish")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    wish: PlanWish
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ...) -> None: ...
+
+class PlanWish(_message.Message):
+    __slots__ = ("request_id", "first_needed", "num_tokens", "chunk_tokens", "compute_wait_s", "compute_price", "both_ends", "deadline_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_PRICE_FIELD_NUMBER: _ClassVar[int]
+    BOTH_ENDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    first_needed: int
+    num_tokens: int
+    chunk_tokens: int
+    compute_wait_s: float
+    compute_price: float
+    both_ends: bool
+    deadline_s: float
+    def __init__(self, request_id: _Optional[str] = ..., first_needed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., compute_wait_s: _Optional[float] = ..., compute_price: _Optional[float] = ..., both_ends: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("plan_id", "num_blocks", "both_ends", "front_blocks", "fetch_s", "recompute_s", "total_s", "deadline_s", "reason")
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BOTH_ENDS_FIELD_NUMBER: _ClassVar[int]
+    FRONT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    plan_id: int
+    num_blocks: int
+    both_ends: bool
+    front_blocks: int
+    fetch_s: float
+    recompute_s: float
+    total_s: float
+    deadline_s: float
+    reason: str
+    def __init__(self, plan_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., both_ends: bool = ..., front_blocks: _Optional[int] = ..., fetch_s: _Optional[float] = ..., recompute_s: _Optional[float] = ..., total_s: _Optional[float] = ..., deadline_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("num_blocks", "tiers", "boot_id")
+    __slots__ = ("num_blocks", "tiers", "boot_id", "plan")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     tiers: bytes
     boot_id: bytes
-    def __init__(self, num_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    plan: Plan
+    def __init__(self, num_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "prompt_tokens", "compute_wait_s", "deadline_s", "order", "window")
+    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     namespace: bytes
     keys: bytes
     first_needed: int
     ttl_s: float
-    prompt_tokens: int
-    compute_wait_s: float
-    deadline_s: float
     order: Order
-    window: int
-    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., compute_wait_s: _Optional[float] = ..., deadline_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., window: _Optional[int] = ...) -> None: ...
+    plan_id: int
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "expires_in_s", "num_blocks", "offsets", "generations", "ready", "boot_id")
@@ -167,12 +207,16 @@ class AcquireReply(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., num_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ready: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_id", "outcome")
+    __slots__ = ("lease_id", "outcome", "num_loaded", "seconds")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     outcome: Outcome
-    def __init__(self, lease_id: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ...) -> None: ...
+    num_loaded: int
+    seconds: float
+    def __init__(self, lease_id: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., num_loaded: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ("boot_id",)
@@ -318,6 +362,92 @@ class PinReply(_message.Message):
     boot_id: bytes
     def __init__(self, num_blocks: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
+class ReportRequest(_message.Message):
+    __slots__ = ("namespace", "prefill", "copy_bytes", "copy_s")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    COPY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefill: bytes
+    copy_bytes: int
+    copy_s: float
+    def __init__(self, namespace: _Optional[bytes] = ..., prefill: _Optional[bytes] = ..., copy_bytes: _Optional[int] = ..., copy_s: _Optional[float] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ("boot_id",)
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    boot_id: bytes
+    def __init__(self, boot_id: _Optional[bytes] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id", "last")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    last: int
+    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ...) -> None: ...
+
+class TierShare(_message.Message):
+    __slots__ = ("tier", "num_blocks", "bytes_per_s", "latency_s", "queued_bytes", "usable")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USABLE_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    num_blocks: int
+    bytes_per_s: float
+    latency_s: float
+    queued_bytes: int
+    usable: bool
+    def __init__(self, tier: _Optional[str] = ..., num_blocks: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., usable: bool = ...) -> None: ...
+
+class PlanRecord(_message.Message):
+    __slots__ = ("request_id", "namespace", "age_s", "wish", "block_tokens", "block_bytes", "num_found", "tiers", "plan", "outcome", "num_loaded", "actual_s", "words", "prefill_a_s", "prefill_b_s", "prefill_t0_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADED_FIELD_NUMBER: _ClassVar[int]
+    ACTUAL_S_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_A_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_B_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_T0_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    namespace: bytes
+    age_s: float
+    wish: PlanWish
+    block_tokens: int
+    block_bytes: int
+    num_found: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierShare]
+    plan: Plan
+    outcome: str
+    num_loaded: int
+    actual_s: float
+    words: str
+    prefill_a_s: float
+    prefill_b_s: float
+    prefill_t0_s: float
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., age_s: _Optional[float] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_found: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierShare, _Mapping]]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., outcome: _Optional[str] = ..., num_loaded: _Optional[int] = ..., actual_s: _Optional[float] = ..., words: _Optional[str] = ..., prefill_a_s: _Optional[float] = ..., prefill_b_s: _Optional[float] = ..., prefill_t0_s: _Optional[float] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("plans", "boot_id")
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    plans: _containers.RepeatedCompositeFieldContainer[PlanRecord]
+    boot_id: bytes
+    def __init__(self, plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -359,7 +489,7 @@ class TierStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[DriveStats, _Mapping]]] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +497,13 @@ class StatsReply(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +513,7 @@ class StatsReply(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_s: float
@@ -385,7 +523,8 @@ class StatsReply(_message.Message):
     num_sessions: int
     num_leases: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    seconds: _containers.ScalarMap[str, float]
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ErrorReply(_message.Message):
     __slots__ = ("code", "message", "fields", "retryable", "boot_id")
