@@ -128,6 +128,13 @@ RESTORE_SLICE_BLOCKS = 2048
 MAX_REPORTS_PER_TURN = 64
 """Ends of moves and removals that the loop takes in one turn; some 2 ms. The rest waits for the next, requests go between."""
 
+# --- links between nodes ----------------------------------------------------------------------------------------------
+MAX_DESCRIPTOR_BYTES = 16 << 10
+"""What an endpoint says of itself so that peers can connect. Longer: RemoteProtocolError."""
+
+MAX_LINK_EXTENTS = 8192
+"""Extents queued and in flight on one link; some 1 MiB of small tuples. A batch that goes beyond: OVERLOADED, whole."""
+
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25
 """A client's call on the engine's path. Past it: PeerUnavailable, the connection is dropped and the breaker opens."""
