@@ -1,0 +1,1 @@
+"""Models, hardware and measured efficiencies as tables: package data, and what reads it."""
