@@ -57,11 +57,14 @@ class SpillPolicy(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What is to be done now, in this order: namespaces (id, tenant, canonical spec) made known, removals, moves."""
+    """What is to be done now, in this order: namespaces (id, tenant, canonical spec) made known, removals, slots whose
+    prefetches become reads, moves, slots whose reads nobody waits for any more."""
 
     namespaces: tuple[tuple[bytes, str, bytes], ...]
     forgets: tuple[Forget, ...]
     moves: tuple[Move, ...]
+    hastens: tuple[int, ...] = ()
+    cancels: tuple[int, ...] = ()
 
 
 class RestoredBlocks(Protocol):

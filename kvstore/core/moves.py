@@ -26,6 +26,7 @@ class MoveProblem(enum.StrEnum):
     READ_ONLY = "read_only"  # the file system does not take writes (any more)
     GONE = "gone"  # the drive is not there, or was given up
     STOPPED = "stopped"  # the tier is closing; nothing is wrong with the block
+    CANCELLED = "cancelled"  # nobody waits for the block any more; nothing is wrong with it
 
 
 BAD_SLOT = frozenset({MoveProblem.EIO, MoveProblem.SHORT, MoveProblem.CHECKSUM})
