@@ -289,14 +289,15 @@ class SchedulerSide(Protocol):
 @runtime_checkable
 class SessionHints(Protocol):
     """What an engine may tell beyond single requests. Optional: vLLM has no such verbs, and a scheduler side need not have
-    them (`isinstance(side, SessionHints)`). Same thread and same speed as SchedulerSide; a hint of an unknown session is 0."""
+    them (`isinstance(side, SessionHints)`). Same thread and same speed as SchedulerSide; a hint of an unknown session is 0.
+    A session is that of its requests' salt and session_id: the same id with another salt is another session."""
 
-    def expect_session(self, session_id: str) -> int:
+    def expect_session(self, session_id: str, *, salt: str = "") -> int:
         """A request of this session comes soon (the user types, a tool runs): begin to bring nearer what its last one had
         when it finished. How many blocks of it the store has."""
         ...
 
-    def end_session(self, session_id: str) -> int:
+    def end_session(self, session_id: str, *, salt: str = "") -> int:
         """No request of this session comes any more: forget it, let go of its pins, and give up its blocks before any other,
         except those that other prefixes share. How many blocks of it the store has."""
         ...

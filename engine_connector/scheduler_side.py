@@ -153,16 +153,16 @@ class StoreSchedulerSide:
         self._forget_when_done(request.request_id, state)
         return state.pending
 
-    def expect_session(self, session_id: str) -> int:
+    def expect_session(self, session_id: str, *, salt: str = "") -> int:
         """See protocol.SessionHints. One Prefetch."""
-        keys = self._sessions.keys(session_id)
+        keys = self._sessions.keys(session_id, salt)
         link = self._session.link if keys else None
         answer = self._session.ask(link, lambda client, link: client.prefetch(link.namespace, keys))
         return 0 if answer is None else answer.num_blocks
 
-    def end_session(self, session_id: str) -> int:
+    def end_session(self, session_id: str, *, salt: str = "") -> int:
         """See protocol.SessionHints. One Pin."""
-        keys = self._sessions.forget(session_id)
+        keys = self._sessions.forget(session_id, salt)
         link = self._session.link if keys else None
         return self._session.ask(link, lambda client, link: client.cool(link.namespace, keys)) or 0
 

@@ -254,15 +254,15 @@ class LLM:
         """Forget what the engine's own pages hold; the store keeps what it has."""
         self._blocks.forget_all()
 
-    def expect_session(self, session_id: str) -> int:
+    def expect_session(self, session_id: str, *, salt: str = "") -> int:
         """A request of this session comes soon (protocol.SessionHints): blocks of it that the store has; 0 without a store."""
         hints = self._connector.scheduler
-        return hints.expect_session(session_id) if isinstance(hints, SessionHints) else 0
+        return hints.expect_session(session_id, salt=salt) if isinstance(hints, SessionHints) else 0
 
-    def end_session(self, session_id: str) -> int:
+    def end_session(self, session_id: str, *, salt: str = "") -> int:
         """No request of this session comes any more; likewise."""
         hints = self._connector.scheduler
-        return hints.end_session(session_id) if isinstance(hints, SessionHints) else 0
+        return hints.end_session(session_id, salt=salt) if isinstance(hints, SessionHints) else 0
 
     def stats(self) -> EngineStats:
         """Figures for metrics and admission; cheap enough for each scrape."""

@@ -80,10 +80,10 @@ class ApiServerProcess:
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_DEADLINE_S)
 
-    def get(self, path: str, method: str = "GET") -> tuple[int, bytes]:
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_DEADLINE_S)
         with contextlib.closing(connection):
-            connection.request(method, path)
+            connection.request(method, path, headers=headers)
             response = connection.getresponse()
             return response.status, response.read()
 

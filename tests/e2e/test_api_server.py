@@ -332,6 +332,8 @@ def test_another_engine_fetches_what_this_one_computed(
         assert figures["kvstore_engine_cached_tokens_total fetched"] == 40
         assert figures["kvstore_engine_cached_tokens_total local"] == 0
 
+    salted = {"x-kvstore-salt": "another"}
+    assert server.get("/kvstore/sessions/one", "DELETE", **salted) == (200, b'{"session_id":"one","blocks":0}')
     assert server.get("/kvstore/sessions/one", "DELETE") == (200, b'{"session_id":"one","blocks":10}')
     assert server.get("/kvstore/sessions/one", "DELETE") == (200, b'{"session_id":"one","blocks":0}')
 

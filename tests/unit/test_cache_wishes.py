@@ -194,8 +194,9 @@ def test_without_a_wish_nothing_is_pinned(a: Side) -> None:
 # --- sessions -----------------------------------------------------------------------------------------------------------
 
 
-def of_session(session_id: str, num_blocks: int, *, family: int = 0) -> Request:
-    return Request(f"{session_id} {num_blocks}", num_blocks, family=family, cache=CacheOptions(session_id=session_id))
+def of_session(session_id: str, num_blocks: int, *, family: int = 0, salt: str = "") -> Request:
+    cache = CacheOptions(session_id=session_id, salt=salt)
+    return Request(f"{salt} {session_id} {num_blocks}", num_blocks, family=family, cache=cache)
 
 
 def test_an_expected_session_is_prefetched_as_its_last_request_left_it(a: Side) -> None:
@@ -237,6 +238,16 @@ def test_hints_of_unknown_sessions_and_without_a_store_ask_nothing(a: Side, side
 
     assert a.side.expect_session("s") == 0
     assert a.side.end_session("s") == 0
+
+
+def test_sessions_of_different_salts_do_not_meet(a: Side) -> None:
+    a.store(of_session("s", 2))
+    a.store(of_session("s", 3, family=3, salt="ours"))
+
+    assert a.side.expect_session("s", salt="theirs") == a.side.end_session("s", salt="theirs") == 0
+    assert a.side.end_session("s") == 2
+    assert a.side.expect_session("s") == 0
+    assert a.side.expect_session("s", salt="ours") == 3
 
 
 def test_the_sessions_that_spoke_last_are_remembered(a: Side) -> None:

@@ -203,17 +203,18 @@ class ApiServer:
 
     async def _prefetch_session(self, request: web.Request) -> web.Response:
         """The session's next request comes soon: what its last one left in the store is brought nearer."""
-        session = _session_id(request)
-        return json_response(
-            {"session_id": session, "blocks": await self._engine.call(lambda llm: llm.expect_session(session))}
-        )
+        return await self._hint(request, LLM.expect_session)
 
     async def _end_session(self, request: web.Request) -> web.Response:
         """Its last request has been: its blocks may go before others."""
-        session = _session_id(request)
-        return json_response(
-            {"session_id": session, "blocks": await self._engine.call(lambda llm: llm.end_session(session))}
-        )
+        return await self._hint(request, LLM.end_session)
+
+    async def _hint(self, request: web.Request, hint: Callable[..., int]) -> web.Response:
+        """The session is that of requests with the same x-kvstore-salt. Raises ConfigError for one that no request could have
+        had."""
+        names = CacheOptions(session_id=request.match_info["session"], salt=request.headers.get("x-kvstore-salt", ""))
+        num_blocks = await self._engine.call(lambda llm: hint(llm, names.session_id, salt=names.salt))
+        return json_response({"session_id": names.session_id, "blocks": num_blocks})
 
     # --- generation ----------------------------------------------------------------------------------------------------
 
@@ -277,11 +278,6 @@ class ApiServer:
         if with_usage:
             await stream.send(form.usage_chunk(usage_of(tokens.generation.outputs)))
         return await stream.finish()
-
-
-def _session_id(request: web.Request) -> str:
-    """Raises ConfigError for one that no request could have had."""
-    return CacheOptions(session_id=request.match_info["session"]).session_id
 
 
 class _Tokens:
