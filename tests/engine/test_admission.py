@@ -1,9 +1,18 @@
 """The queue's limit, and when those that it turns away are told to come back."""
 
+import math
+from collections import Counter
+
 import pytest
 
 from kvstore.core.errors import Overloaded
-from kvstore.engine_connector.engine.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, Admission, QueueFull
+from kvstore.engine_connector.engine.admission import (
+    FIRST_SECONDS_EACH,
+    MAX_RETRY_AFTER_S,
+    MIN_RETRY_AFTER_S,
+    Admission,
+    QueueFull,
+)
 
 
 def refusal(admission: Admission, now_s: float) -> float:
@@ -41,8 +50,38 @@ def test_the_estimate_grows_while_nothing_leaves_up_to_a_limit():
     assert times[0] < times[1] <= times[2] == MAX_RETRY_AFTER_S
 
 
-def test_nothing_known_of_the_rate_is_the_least_estimate():
+def test_the_first_of_an_unknown_engine_is_told_the_least():
     assert refusal(Admission(1), 1e6) == MIN_RETRY_AFTER_S
+
+
+def test_a_first_burst_is_told_to_come_back_over_a_while():
+    admission = Admission(8)
+
+    times = [refusal(admission, 5.0) for _ in range(100)]
+
+    assert times == sorted(times)
+    assert Counter(math.ceil(time_s) for time_s in times).most_common(1)[0][1] <= 11
+    assert times[-1] == pytest.approx(MIN_RETRY_AFTER_S + 99 * FIRST_SECONDS_EACH)
+
+
+def test_a_new_burst_is_told_what_the_last_one_taught():
+    admission = Admission(8)
+    for second in range(0, 40, 4):
+        admission.observe(8, 1, float(second))
+    admission.observe(0, 8, 40.0)
+
+    assert [refusal(admission, 100.0) for _ in range(3)] == pytest.approx([4.0, 8.0, 12.0], rel=0.2)
+
+
+def test_those_beyond_the_limit_are_not_all_told_the_same():
+    """A queue that moves once in 59 s, and 200 that are turned away."""
+    admission = Admission(4)
+    admission.observe(4, 1, 0.0)
+
+    times = [refusal(admission, 59.0) for _ in range(200)]
+
+    assert MAX_RETRY_AFTER_S / 2 <= min(times) < max(times) <= MAX_RETRY_AFTER_S
+    assert Counter(math.ceil(time_s) for time_s in times).most_common(1)[0][1] <= 8
 
 
 def test_an_idle_hour_says_nothing_about_the_rate():
