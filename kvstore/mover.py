@@ -1,7 +1,7 @@
 """Between the brain and the drives: orders go out to threads that do the I/O, what came of them comes back to the loop.
 
     loop thread                                               the tier's threads
-    store.take_orders -> Mover.pump -> tier.submit, forget -> queues of the drives and of their indexes
+    store.take_orders -> Mover.pump -> tier.submit, cancel, forget -> queues of the drives and of their indexes
     store.finish_moves <- Mover <- Mailbox (one wake-up for many reports) <- on_moved, on_forgotten
 
 Nothing here waits for a drive but `stop`, within its deadline.
@@ -25,6 +25,7 @@ from kvstore.core.moves import Forget, Move, MoveDone, MoveProblem, Touch
 from kvstore.store import Store
 
 if TYPE_CHECKING:
+    from kvstore.tiers.nvme.probe import DriveSpeed
     from kvstore.tiers.nvme.recovery import Recovered, RecoveredBlocks
     from kvstore.tiers.nvme.tier import DriveHealth
 
@@ -52,6 +53,18 @@ class Drives(Protocol):
 
     def submit(self, moves: Iterable[Move]) -> None:
         """Carry them out; each is reported once."""
+        ...
+
+    def hasten(self, offsets: Iterable[int]) -> None:
+        """Prefetches of these slots that were not begun become reads."""
+        ...
+
+    def cancel(self, offsets: Iterable[int]) -> None:
+        """Reads and prefetches of these slots that were not begun end with CANCELLED."""
+        ...
+
+    def probe(self) -> "DriveSpeed | None":
+        """How fast the drives read, all together. Blocks, within a deadline; None: cannot be said."""
         ...
 
     def forget(self, forgets: Iterable[Forget]) -> None:
@@ -150,7 +163,8 @@ class Mover:
     """Carries the store's orders to `tier`, whose callbacks are `moved.put` and `forgotten.put`. Loop thread only.
 
     `wall_s` is the time of day, for budgets by the day, which outlive this process. `on_recovered` is called when every
-    block is back in the store, before the store begins to order.
+    block is back in the store, before the store begins to order; `on_probed(latency_s, bytes_per_s)` later, if the drives have
+    told how fast they read.
 
         OPENING -> RECOVERING -> MOVING        ->OFF from the first two, for good
     """
@@ -165,6 +179,7 @@ class Mover:
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         on_recovered: "Callable[[Recovered], None]",
+        on_probed: Callable[[float, float], None] | None = None,
         wall_s: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
     ) -> None:
@@ -175,6 +190,7 @@ class Mover:
         self._loop = loop
         self._clock = clock
         self._on_recovered = on_recovered
+        self._on_probed = on_probed
         self._wall_s = wall_s
         self._tick_s = tick_s
         self._num_in_flight = 0
@@ -209,9 +225,13 @@ class Mover:
             self._tier.add_namespace(*namespace)
         if orders.forgets:
             self._tier.forget(orders.forgets)
+        if orders.hastens:
+            self._tier.hasten(orders.hastens)
         if orders.moves:
             self._num_in_flight += len(orders.moves)
             self._tier.submit(orders.moves)
+        if orders.cancels:
+            self._tier.cancel(orders.cancels)
 
     def drives(self) -> "tuple[DriveHealth, ...]":
         """How each drive is, for the store: not ready before the store has its blocks."""
@@ -310,7 +330,16 @@ class Mover:
         else:
             self._phase = _Phase.MOVING
             self.pump()
+            in_daemon_thread("kvstore-nvme-probe", self._tier.probe).add_done_callback(self._take_speed)
             logger.info("recovered blocks=%d seconds=%.2f", num_blocks, self._clock.now_s() - started_s)
+
+    def _take_speed(self, probing: "asyncio.Future[DriveSpeed | None]") -> None:
+        if (err := probing.exception()) is not None:
+            logger.error("the drives' speed is not known: probing crashed", exc_info=err)
+        elif (speed := probing.result()) is not None:
+            logger.info("drives read latency_s=%.6f bytes_per_s=%.0f", speed.latency_s, speed.bytes_per_s)
+            if self._on_probed is not None:
+                self._on_probed(speed.latency_s, speed.bytes_per_s)
 
     def _turn_off(self, reason: str) -> None:
         logger.error("drives are off reason=%s", reason)

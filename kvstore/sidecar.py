@@ -43,6 +43,7 @@ from kvstore.tiers.striped import StripedSlots
 
 if TYPE_CHECKING:
     from kvstore.grpc_server import GrpcServer
+    from kvstore.tiers.nvme.file import BlockFile
     from kvstore.tiers.nvme.recovery import Recovered
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,21 @@ _OPEN_PATIENCE_S = 10.0  # of those who start us: so long may drives take before
 
 
 class Sidecar:
-    """One arena, one store, and whoever may speak to it. `on_ready` is called with a one-line description."""
+    """One arena, one store, and whoever may speak to it. `on_ready` is called with a one-line description; `open_file` opens
+    a drive's data file, in place of DirectFile.open."""
 
     def __init__(
-        self, config: Config, *, clock: Clock | None = None, on_ready: Callable[[str], None] = logger.info
+        self,
+        config: Config,
+        *,
+        clock: Clock | None = None,
+        on_ready: Callable[[str], None] = logger.info,
+        open_file: "Callable[[Path], BlockFile] | None" = None,
     ) -> None:
         self._config = config
         self._clock = clock or MonotonicClock()
         self._on_ready = on_ready
+        self._open_file = open_file
         self._boot_id = secrets.token_bytes(BOOT_ID_NBYTES)
         self._path = SocketPath(config.socket or default_socket_path())
         self._arena = Arena(arena_nbytes(config, available_memory_bytes()), segment_bytes=config.segment_bytes)
@@ -83,7 +91,7 @@ class Sidecar:
 
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         config = self._config
-        drives = _Drives(config, arena, loop) if config.nvme else None
+        drives = _Drives(config, arena, loop, self._open_file) if config.nvme else None
         slots = SegmentedSlots(
             arena.nbytes, segment_bytes=arena.segment_bytes, generations=SharedGenerations(arena.generations)
         )
@@ -188,7 +196,14 @@ class _Drives:
     """The NVMe tier, made but not open, and its slots. They have no segments before all blocks from before the start are back
     in their slots: until then nobody knows what is free, nor how large the drives are."""
 
-    def __init__(self, config: Config, arena: Arena, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arena: Arena,
+        loop: asyncio.AbstractEventLoop,
+        open_file: "Callable[[Path], BlockFile] | None",
+    ) -> None:
+        from kvstore.tiers.nvme.file import DirectFile
         from kvstore.tiers.nvme.tier import NvmeTier
 
         self._segment_bytes = arena.segment_bytes
@@ -201,6 +216,7 @@ class _Drives:
             arena=arena.memory,
             on_moved=self._moved.put,
             on_forgotten=self._forgotten.put,
+            open_file=open_file or DirectFile.open,
         )
         largest = (1 << DRIVE_SHIFT) // arena.segment_bytes * arena.segment_bytes
         self._generations = CountedGenerations()

@@ -175,11 +175,12 @@ def ranges(bench: Bench, verb: str) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def closing(bench: Bench) -> Iterator[None]:
-    """The drive closes meanwhile, on another thread."""
+def closing(bench: Bench) -> Iterator[threading.Event]:
+    """The drive closes meanwhile, on another thread; set when it has."""
     answers: list[bool] = []
-    closer = threading.Thread(target=lambda: answers.append(bench.drive.close(DEADLINE_S)))
+    closed = threading.Event()
+    closer = threading.Thread(target=lambda: (answers.append(bench.drive.close(DEADLINE_S)), closed.set()))
     closer.start()
-    yield
+    yield closed
     closer.join(DEADLINE_S)
     assert answers == [True]

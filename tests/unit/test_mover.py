@@ -71,6 +71,13 @@ class Orders(NamedTuple):
     namespaces: tuple[tuple[bytes, str, bytes], ...] = ()
     forgets: tuple[Forget, ...] = ()
     moves: tuple[Move, ...] = ()
+    hastens: tuple[int, ...] = ()
+    cancels: tuple[int, ...] = ()
+
+
+class Speed(NamedTuple):
+    latency_s: float
+    bytes_per_s: float
 
 
 def blocks(count: int) -> Blocks:
@@ -144,6 +151,8 @@ class NotingTier:
     may_open: threading.Event = field(default_factory=threading.Event)
     may_recover: threading.Event = field(default_factory=threading.Event)
     may_close: threading.Event = field(default_factory=threading.Event)
+    may_probe: threading.Event = field(default_factory=threading.Event)
+    speed: Speed | Exception | None = None
     states: tuple[str, ...] = ("ready", "degraded")
     recovers_on: int = 0
     closes_in_time: bool = True
@@ -162,6 +171,18 @@ class NotingTier:
 
     def submit(self, moves: Sequence[Move]) -> None:
         self.told.append(("submit", [each.move_id for each in moves]))
+
+    def hasten(self, offsets: Sequence[int]) -> None:
+        self.told.append(("hasten", list(offsets)))
+
+    def cancel(self, offsets: Sequence[int]) -> None:
+        self.told.append(("cancel", list(offsets)))
+
+    def probe(self) -> Speed | None:
+        assert self.may_probe.wait(DEADLINE_S)
+        if isinstance(self.speed, Exception):
+            raise self.speed
+        return self.speed
 
     def forget(self, forgets: Sequence[Forget]) -> None:
         self.told.append(("forget", list(forgets)))
@@ -197,6 +218,7 @@ class House:
             loop=self.loop,
             clock=self.clock,
             on_recovered=lambda recovered: self.store.note("recovered", recovered.next_generation),
+            on_probed=lambda latency_s, bytes_per_s: self.store.note("probed", latency_s, bytes_per_s),
             wall_s=lambda: 5000.0,
             **timing,
         )
@@ -214,6 +236,7 @@ class House:
         self.tier.may_open.set()
         self.tier.may_recover.set()
         self.tier.may_close.set()
+        self.tier.may_probe.set()
         await self.mover.stop(DEADLINE_S)
 
 
@@ -328,10 +351,13 @@ def test_a_report_after_the_end_of_the_loop_harms_nobody() -> None:
 # --- orders and reports -------------------------------------------------------------------------------------------------
 
 
-def test_namespaces_go_before_removals_before_moves() -> None:
+def test_namespaces_go_before_removals_before_moves_and_cancels_last() -> None:
+    """What is hastened was ordered before the moves; what is cancelled may be among them."""
+
     async def scenario() -> None:
         house = House()
-        house.store.orders = [Orders(((NAMESPACE, "tenant", b"spec"),), (FORGET,), (move(1), move(2)))]
+        namespaces = ((NAMESPACE, "tenant", b"spec"),)
+        house.store.orders = [Orders(namespaces, (FORGET,), (move(1), move(2)), hastens=(7, 8), cancels=(2, 9))]
 
         house.mover.pump()
         house.mover.pump()
@@ -339,7 +365,9 @@ def test_namespaces_go_before_removals_before_moves() -> None:
         assert house.tier.told == [
             ("namespace", NAMESPACE, "tenant", b"spec"),
             ("forget", [FORGET]),
+            ("hasten", [7, 8]),
             ("submit", [1, 2]),
+            ("cancel", [2, 9]),
         ]
 
     run(scenario)
@@ -490,6 +518,58 @@ def test_no_drive_is_ready_before_the_store_has_its_blocks() -> None:
 
         assert new == [("recovering", "being opened")] * 2
         assert before == ["recovering", "degraded"]
+        assert [drive.state for drive in house.mover.drives()] == ["ready", "degraded"]
+        await house.stop()
+
+    run(scenario)
+
+
+def test_the_drives_speed_is_told_once_they_have_recovered_and_nobody_waits_for_it() -> None:
+    async def scenario() -> None:
+        house = House()
+        house.tier.speed = Speed(0.001, 5e8)
+        await house.recover()
+        assert house.mover.drives()[0].state == "ready"
+        assert "probed" not in house.store.kinds()
+
+        house.tier.may_probe.set()
+        await until(lambda: "probed" in house.store.kinds(), "told")
+
+        assert [told for told in house.store.told if told[0] == "probed"] == [("probed", 0.001, 5e8)]
+        await house.stop()
+
+    run(scenario)
+
+
+def test_a_probe_that_hangs_does_not_hold_up_the_end() -> None:
+    async def scenario() -> None:
+        house = House()
+        await house.recover()
+        house.tier.may_close.set()
+
+        await asyncio.wait_for(house.mover.stop(DEADLINE_S), DEADLINE_S / 2)
+
+        assert house.tier.told[-1] == ("close",)
+        house.tier.may_probe.set()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("speed", [None, ValueError("no sense")])
+def test_drives_that_do_not_tell_their_speed_are_served_all_the_same(
+    speed: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        house = House()
+        house.tier.speed = speed
+        house.tier.may_probe.set()
+        await house.recover()
+        if speed is not None:
+            await until(lambda: "probing crashed" in caplog.text, "said so")
+        house.store.told.clear()
+        await until(lambda: ("tick",) in house.store.told, "ticks go on")
+
+        assert "probed" not in house.store.kinds()
         assert [drive.state for drive in house.mover.drives()] == ["ready", "degraded"]
         await house.stop()
 

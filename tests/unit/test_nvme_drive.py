@@ -3,16 +3,18 @@
 import errno
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from drive_bench import PREFETCH, READ, WRITE, Bench, benches, ranges
+from drive_bench import DEADLINE_S, PREFETCH, READ, WRITE, Bench, benches, closing, ranges
 from faulty_file import PAGE, FaultyFile
 from xxhash import xxh3_64_intdigest
 
-from kvstore.core.moves import DRIVE_SHIFT, Move, MoveProblem
+from kvstore.core.limits import MAX_DRIVE_ERRORS
+from kvstore.core.moves import DRIVE_SHIFT, Move, MoveProblem, Urgency
 from kvstore.tiers.nvme import slot_io
 from kvstore.tiers.nvme.file import DirectFile, page_aligned
 
@@ -212,6 +214,93 @@ def test_checksums_are_computed_two_ios_ahead_and_no_further(bench, monkeypatch:
     b.file.let_go()
     assert b.wait(writes) == [None] * 10
     assert len(computed) == 10
+
+
+# --- second thoughts --------------------------------------------------------------------------------------------------
+
+
+def zeros(b: Bench, urgency: Urgency, *pages: int) -> list[Move]:
+    return [b.move(urgency, page, arena_page=page, checksum=xxh3_64_intdigest(bytes(PAGE))) for page in pages]
+
+
+def test_reads_that_nobody_waits_for_end_at_once_and_those_begun_go_on(bench):
+    b = bench(threads=2)
+    b.file.held = {0}
+    begun, queued, kept = zeros(b, READ, 0, 2, 4)
+    (prefetch,) = zeros(b, PREFETCH, 6)
+    write = b.move(WRITE, 8, arena_page=8)
+    b.file.held = {0, 100}
+    b.drive.submit([begun, *zeros(b, READ, 100)])
+    b.start()
+    b.file.wait_until_inside(0, 100)
+    b.drive.submit([queued, kept, prefetch, write])
+
+    b.drive.cancel(page * PAGE for page in (6, 0, 2, 8, 50))
+
+    cancelled = [b.done.pop(move.move_id).problem for move in (queued, prefetch)]  # they may be ordered again
+    assert cancelled == [MoveProblem.CANCELLED] * 2
+    assert not b.done
+    b.drive.submit([queued])
+    b.file.let_go()
+    assert b.wait([begun, queued, kept, write]) == [None] * 4
+    assert 6 not in b.file.inside
+    assert b.drive.health() == ("ready", "", {})
+    assert not b.drive.busy()
+
+
+def test_cancelling_says_nothing_of_the_drive(bench, caplog: pytest.LogCaptureFixture):
+    """Neither good, so that a gate would open or forget failures, nor bad."""
+    b = bench()
+    b.file.fail("read", errno.EIO, times=MAX_DRIVE_ERRORS)
+    *failed, last = zeros(b, READ, *range(0, 2 * MAX_DRIVE_ERRORS, 2))
+    b.run(failed)
+    caplog.clear()
+    b.file.held = {last.record.offset // PAGE}
+    b.drive.submit([last])
+    b.file.wait_until_inside(*b.file.held)
+    queued = zeros(b, READ, *range(30, 60, 2))
+    b.drive.submit(queued)
+    b.drive.cancel(move.record.offset for move in queued)
+
+    assert b.wait(queued) == [MoveProblem.CANCELLED] * 15
+    assert b.drive.health() == ("ready", "", {"eio": MAX_DRIVE_ERRORS - 1})
+    assert not caplog.records
+    b.file.let_go()
+    assert b.wait([last]) == [MoveProblem.EIO]
+    assert b.drive.health().reason == "reads fail: eio", "the eighth in a row"
+
+
+def test_a_callback_of_a_cancel_has_returned_when_the_drive_is_closed(bench):
+    b = bench()
+    entered, go_on = threading.Event(), threading.Event()
+    b.drive._on_done = lambda _: (entered.set(), go_on.wait(DEADLINE_S))
+    (queued,) = zeros(b, READ, 2)
+    b.drive.submit([queued])
+    canceller = threading.Thread(target=b.drive.cancel, args=([2 * PAGE],))
+    canceller.start()
+    assert entered.wait(DEADLINE_S)
+
+    with closing(b) as closed:
+        assert not closed.wait(0.05)
+        go_on.set()
+        canceller.join(DEADLINE_S)
+
+
+def test_a_hastened_prefetch_does_not_wait_for_the_others(bench):
+    b = bench()
+    b.file.held = {0}
+    (running,) = zeros(b, READ, 0)
+    prefetches = zeros(b, PREFETCH, 10, 12, 14, 16)
+    (read,) = zeros(b, READ, 20)
+    b.drive.submit([running, *prefetches, read])
+    b.start()
+    b.file.wait_until_inside(0)
+
+    b.drive.hasten([16 * PAGE, 12 * PAGE, 0, 99 * PAGE])
+    b.file.let_go()
+
+    assert b.wait([running, *prefetches, read]) == [None] * 6
+    assert [page for page, _ in ranges(b, "read")] == [0, 20, 16, 12, 10, 14]
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

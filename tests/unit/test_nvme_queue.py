@@ -1,5 +1,9 @@
 """Which moves of a drive go next and together, and when a sick drive is tried again."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 from faulty_file import PAGE
 
 from kvstore.core.moves import BlockRecord, Move, MoveProblem, Urgency
@@ -63,6 +67,77 @@ def test_reads_come_before_prefetches_and_classes_are_not_joined():
     assert pages(queue.take_writes()) == [0]
     assert pages(queue.clear()) == [4]
     assert not queue.has_writes
+
+
+def test_what_is_asked_for_from_its_back_is_read_in_few_ios_too():
+    queue = MoveQueue(max_io_bytes=3 * PAGE)
+    queue.push(move(READ, page) for page in (47, 46, 45, 44, 43))
+    queue.push([move(READ, 21, 2 * PAGE), move(READ, 20)])  # of another size: of another segment
+
+    assert [take(queue) for _ in range(5)] == [[45, 46, 47], [43, 44], [21], [20], []]
+
+
+def test_a_caller_may_want_less_at_once_but_never_more():
+    queue = MoveQueue(max_io_bytes=3 * PAGE)
+    queue.push(move(READ, page) for page in range(9))
+
+    assert pages(queue.take_reads(2 * PAGE)) == [0, 1]
+    assert pages(queue.take_reads(9 * PAGE)) == [2, 3, 4]
+    assert pages(queue.take_reads(0)) == [5], "one at least"
+
+
+def test_cancelled_reads_are_taken_out_of_both_classes_and_writes_stay():
+    queue = MoveQueue(max_io_bytes=8 * PAGE)
+    queue.push([*(move(READ, page) for page in (0, 1, 2, 3)), move(PREFETCH, 10), move(WRITE, 20)])
+
+    cancelled = queue.cancel_reads(page * PAGE for page in (10, 2, 1, 2, 20, 30))
+
+    assert pages(cancelled) == [10, 2, 1]
+    assert [take(queue) for _ in range(4)] == [[0], [3], [20], []]
+    queue.push([move(READ, 2)])
+    assert take(queue) == [2], "the slot may be asked for again"
+
+
+def test_hastened_prefetches_go_behind_the_reads_that_wait_and_before_those_that_come():
+    queue = MoveQueue(max_io_bytes=8 * PAGE)
+    queue.push([*(move(PREFETCH, page) for page in (10, 14, 12, 16)), move(READ, 0), move(WRITE, 20)])
+
+    queue.hasten(page * PAGE for page in (16, 12, 0, 20, 30))
+    queue.push([move(READ, 2)])
+
+    taken = [queue.take_reads() for _ in range(6)]
+    assert [pages(each) for each in taken] == [[0], [16], [12], [2], [10], [14]]
+    assert [each[0].urgency for each in taken] == [READ] * 4 + [PREFETCH] * 2
+    assert take(queue) == [20]
+
+
+def test_each_verb_takes_the_same_time_for_a_move_however_many_wait():
+    """Counted in steps of the interpreter, which no other load on the machine changes."""
+    steps = [steps_of_a_round(num_waiting) for num_waiting in (100, 20_000)]
+
+    assert steps[1] < 1.1 * steps[0]
+
+
+def steps_of_a_round(num_waiting: int) -> int:
+    queue = MoveQueue()
+    queue.push(move(READ, 2 * page) for page in range(num_waiting))
+    queue.push(move(PREFETCH, 2 * page) for page in range(num_waiting, 2 * num_waiting))
+    num_steps = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Callable[..., object]:
+        nonlocal num_steps
+        num_steps += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        queue.hasten([3 * num_waiting // 2 * 2 * PAGE])
+        queue.cancel_reads([num_waiting // 2 * 2 * PAGE, (2 * num_waiting - 1) * 2 * PAGE])
+        queue.push([move(READ, 1)])
+        queue.take_reads()
+    finally:
+        sys.settrace(None)
+    return num_steps
 
 
 def test_a_slot_is_whole_pages():

@@ -161,6 +161,74 @@ def health(tier: NvmeTier, drive: int = 0) -> DriveHealth:
     return tier.drives()[drive]
 
 
+class TestSecondThoughts:
+    def test_reads_are_cancelled_and_hastened_on_the_drive_that_their_slots_name(self, two: House) -> None:
+        tier = two.open()
+        records = [block(number, drive=number % 2, slot=2 * number) for number in range(6)]
+        ends = two.write(tier, *records)
+        records = [record._replace(checksum=end.checksum) for record, end in zip(records, ends, strict=True)]
+        held = HeldReads(two.file(0)), HeldReads(two.file(1))
+        moves = [Move(100 + i, Urgency.PREFETCH, SEGMENT + i * PAGE, record) for i, record in enumerate(records)]
+        blockers = [
+            Move(200 + i, Urgency.READ, SEGMENT + (10 + i) * PAGE, block(50 + i, drive=i % 2, slot=40 + 2 * (i // 2)))
+            for i in range(4)  # two on each drive, as many as have threads
+        ]
+        tier.submit(blockers)
+        for each in held:
+            each.wait_for(2)
+        tier.submit(moves)
+
+        tier.hasten([records[4].offset, records[5].offset])
+        tier.cancel([records[0].offset, records[1].offset, records[0].offset ^ PAGE, blockers[0].record.offset])
+
+        assert [end.problem for end in two.ends.wait(100, 101)] == [MoveProblem.CANCELLED] * 2
+        for drive, each in enumerate(held):
+            each.let_go(1)
+            each.wait_for(3)
+            assert each.slots[2] == records[4 + drive].offset % (1 << DRIVE_SHIFT) // PAGE
+            each.let_go(99)
+        assert [end.problem for end in two.ends.wait(*range(102, 106))] == [None] * 4
+        assert [len(each.slots) for each in held] == [4, 4]
+        assert [health(tier, drive).state for drive in range(2)] == ["ready"] * 2
+        assert all("cancelled" not in health(tier, drive).problems for drive in range(2))
+
+    def test_drives_that_are_not_open_have_nothing_to_cancel(self, two: House) -> None:
+        tier = two.make()
+
+        tier.cancel([1 << DRIVE_SHIFT])
+        tier.hasten([1 << DRIVE_SHIFT])
+
+        assert not two.ends.done
+
+
+class HeldReads:
+    """Reads of a drive's file wait until they are let go, so many at a time; which slots they asked for, in order."""
+
+    def __init__(self, file: FaultyFile) -> None:
+        self.slots: list[int] = []
+        self._changed = threading.Condition()
+        self._num_free = 0
+        self._read = file.read_into
+        file.read_into = self._read_into  # type: ignore[method-assign]
+
+    def _read_into(self, offset: int, views: Sequence[memoryview]) -> int:
+        with self._changed:
+            self.slots.append((offset - r.HEADER_NBYTES) // PAGE)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._num_free > 0, DEADLINE_S)
+            self._num_free -= 1
+        return self._read(offset, views)
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.slots) == count, DEADLINE_S)
+
+    def let_go(self, count: int) -> None:
+        with self._changed:
+            self._num_free += count
+            self._changed.notify_all()
+
+
 class TestRestart:
     def test_blocks_come_back_with_everything_that_was_known_of_them(self, two: House) -> None:
         tier = two.open()

@@ -34,8 +34,8 @@ _REPORT_DEADLINE_S = 1.0
 
 
 class IOHealth(NamedTuple):
-    """How reading and writing the data file goes. `problems` counts failed blocks by MoveProblem (STOPPED is none), and
-    "deleted" once."""
+    """How reading and writing the data file goes. `problems` counts failed blocks by MoveProblem (STOPPED and CANCELLED are
+    none), and "deleted" once."""
 
     state: str  # "ready" or "degraded"
     reason: str  # "" when ready
@@ -119,7 +119,25 @@ class Drive:
                 self._queue.push(moves)
                 self._changed.notify()  # one; it wakes the next
         if refused:
-            self._on_done(_stopped(moves))
+            self._on_done(_ended(moves, MoveProblem.STOPPED))
+
+    def cancel(self, slots: Iterable[int]) -> None:
+        """End the reads and prefetches of these slots that were not begun with CANCELLED, before this returns; any thread, never
+        blocks. Those begun go on, and what has ended is passed over."""
+        with self._changed:
+            cancelled = self._queue.cancel_reads(slots)
+            self._num_reporting += bool(cancelled)
+        if cancelled:
+            try:
+                self._on_done(_ended(cancelled, MoveProblem.CANCELLED))
+            finally:
+                with self._changed:
+                    self._end_report()
+
+    def hasten(self, slots: Iterable[int]) -> None:
+        """Prefetches of these slots become reads, behind those that wait already; any thread, never blocks."""
+        with self._changed:
+            self._queue.hasten(slots)
 
     def busy(self) -> bool:
         """Is any move queued or under way? Its end may just have been reported."""
@@ -155,7 +173,7 @@ class Drive:
             self._summed.clear()
             self._changed.notify_all()
         if dropped:
-            self._on_done(_stopped(dropped))
+            self._on_done(_ended(dropped, MoveProblem.STOPPED))
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, ends_s - time.monotonic()))
@@ -293,10 +311,14 @@ class Drive:
                 self._report(io)
         finally:
             with self._changed:
-                self._num_reporting -= 1
                 self._num_open -= 1
-                if self._closing:
-                    self._changed.notify_all()
+                self._end_report()
+
+    def _end_report(self) -> None:
+        """A callback has returned; `close` may wait for it. The lock is held."""
+        self._num_reporting -= 1
+        if self._closing:
+            self._changed.notify_all()
 
     def _report(self, io: "_IO") -> None:
         checksums = io.checksums or [0] * len(io.moves)
@@ -375,8 +397,8 @@ class _Step(NamedTuple):
     io: _IO
 
 
-def _stopped(moves: Sequence[Move]) -> list[MoveDone]:
-    return [MoveDone(move.move_id, problem=MoveProblem.STOPPED) for move in moves]
+def _ended(moves: Sequence[Move], problem: MoveProblem) -> list[MoveDone]:
+    return [MoveDone(move.move_id, problem=problem) for move in moves]
 
 
 def _telling(problems: Sequence[MoveProblem | None]) -> MoveProblem | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.core.blocks import slot_nbytes
 from kvstore.core.errors import TierIOError
 from kvstore.core.limits import DRIVE_THREADS
 from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
@@ -17,9 +18,10 @@ from kvstore.tiers.nvme.directory import DriveDirectory
 from kvstore.tiers.nvme.drive import Drive
 from kvstore.tiers.nvme.file import BlockFile, DirectFile
 from kvstore.tiers.nvme.index import DriveIndex
+from kvstore.tiers.nvme.probe import DriveSpeed, ReadProbe, Used
 from kvstore.tiers.nvme.records import HEADER_NBYTES
 from kvstore.tiers.nvme.recovery import DriveScan, Recovered, merge
-from kvstore.tiers.nvme.tables import Erase
+from kvstore.tiers.nvme.tables import OFFSET_MASK, Erase
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class _Member:
 class NvmeTier:
     """`paths[i]` is drive i; each is self-contained, so that one that is lost takes only its own blocks.
 
-        open() -> recover() -> submit, forget, touch, add_namespace ... -> close()
+        open() -> recover() -> submit, cancel, forget, touch, add_namespace ..., probe() -> close()
 
     `on_moved` is called on I/O threads, or at once by who submits what cannot even be tried; `on_forgotten` on index threads.
     Both must be short and must not raise; none is called after `close` returns.
@@ -83,6 +85,7 @@ class NvmeTier:
         self._threads = threads
         self._wall_s = wall_s
         self._recovered = False
+        self._probe: ReadProbe | None = None
         self._members = [
             _Member(number, DriveDirectory(Path(path), segment_bytes=segment_bytes, open_file=open_file))
             for number, path in enumerate(paths)
@@ -122,8 +125,15 @@ class NvmeTier:
         for drive, scan, _ in scans:
             self._members[drive].damaged_entries = len(scan.damaged)
             self._start(self._members[drive], erase[drive])
+        self._probe = self._make_probe(recovered)
         self._recovered = True
         return recovered
+
+    def probe(self) -> DriveSpeed | None:
+        """How fast the drives read what `recover` found, all together. Once, after it, on a thread of its own: blocks until
+        PROBE_DEADLINE_S at most. None: there is too little on them, or they do not answer."""
+        assert self._probe is not None, "the tier has not recovered"
+        return self._probe.run()
 
     def add_namespace(self, namespace: bytes, tenant: str, canonical: bytes) -> None:
         """Before the first write of one of its blocks. Each drive that gets one keeps a copy of this."""
@@ -138,6 +148,20 @@ class NvmeTier:
             by_drive.setdefault(move.record.offset >> DRIVE_SHIFT, []).append(move)
         for number, group in by_drive.items():
             self._submit(self._members[number], group)
+
+    def cancel(self, offsets: Iterable[int]) -> None:
+        """Nobody waits for the blocks in these slots any more: reads and prefetches of them that were not begun end with
+        CANCELLED before this returns, those begun go on. Any thread; never blocks."""
+        for number, slots in _by_drive(offsets).items():
+            if (drive := self._members[number].drive) is not None:
+                drive.cancel(slots)
+
+    def hasten(self, offsets: Iterable[int]) -> None:
+        """Somebody waits for the blocks in these slots now: prefetches of them that were not begun become reads, behind those
+        that wait already. Any thread; never blocks."""
+        for number, slots in _by_drive(offsets).items():
+            if (drive := self._members[number].drive) is not None:
+                drive.hasten(slots)
 
     def forget(self, forgets: Iterable[Forget]) -> None:
         """Remove entries. Any thread; never blocks. A drive that is off has none."""
@@ -180,6 +204,8 @@ class NvmeTier:
         idle = [drive.close(_share(half_s, len(drives) - i)) for i, drive in enumerate(drives)]
         indexes = [member.index for member in self._members if member.index is not None]
         durable = [index.close(_share(end_s, len(indexes) - i)) for i, index in enumerate(indexes)]
+        if self._probe is not None:
+            idle.append(self._probe.close(max(end_s - time.monotonic(), 0.0)))
         if all(idle) and not any(index.is_alive() for index in indexes):
             for member in self._members:
                 member.directory.close()
@@ -243,6 +269,17 @@ class NvmeTier:
         member.index.start()
         member.drive.start()
 
+    def _make_probe(self, recovered: Recovered) -> ReadProbe:
+        files: dict[BlockFile, list[Used]] = {}
+        for member in self._members:
+            if member.drive is not None:
+                files[member.directory.file] = [
+                    Used((blocks.offsets[there] & OFFSET_MASK) + HEADER_NBYTES, slot_nbytes(blocks.nbytes))
+                    for blocks in recovered.namespaces
+                    if (there := blocks.offsets >> DRIVE_SHIFT == member.number).any()
+                ]
+        return ReadProbe(files)
+
     def _submit(self, member: _Member, moves: list[Move]) -> None:
         if member.drive is None or member.index is None:
             self._on_moved([MoveDone(move.move_id, problem=MoveProblem.GONE) for move in moves])
@@ -266,6 +303,14 @@ class NvmeTier:
         reasons = [reason for reason in (health.reason, f"index: {trouble[1]}" if trouble else "") if reason]
         state = "recovering" if not self._recovered else "degraded" if reasons else "ready"
         return DriveHealth(path, state, "; ".join(reasons), capacity_bytes, dict(problems))
+
+
+def _by_drive(offsets: Iterable[int]) -> dict[int, list[int]]:
+    """Slots of each drive, in their order."""
+    by_drive: dict[int, list[int]] = {}
+    for offset in offsets:
+        by_drive.setdefault(offset >> DRIVE_SHIFT, []).append(offset)
+    return by_drive
 
 
 def _share(end_s: float, num_left: int) -> float:
