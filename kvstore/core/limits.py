@@ -116,6 +116,12 @@ DRIVE_RETRY_S = (1.0, 60.0)
 MAX_DRIVE_ERRORS = 8
 """Reads in a row that a drive failed with EIO. Then it is degraded: not read again before the same pauses."""
 
+MAX_PROBE_BYTES = 16 << 20
+"""Read from all drives together at the start, to learn how fast they are."""
+
+PROBE_DEADLINE_S = 1.0
+"""Time for that, beside serving. What was learned by then is told."""
+
 RECENCY_FLUSH_S = 30.0
 """How often the recency of blocks on the drives is written down. A crash loses so much of the order, and nothing else."""
 
