@@ -1,6 +1,6 @@
 """What LLM refuses before it starts: settings, prompts and ids that cannot work, each named with what would be right."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -61,6 +61,12 @@ def check_numbers(**settings: int) -> None:
 
 def check_request_id(request_id: str) -> None:
     """Ids travel, and name requests in logs."""
+    if not isinstance(request_id, str):
+        raise ConfigError(
+            f"request_id: {request_id!r:.40} is no text; use 1 to {MAX_REQUEST_ID_BYTES} bytes of UTF-8",
+            field="request_id",
+            value=repr(request_id)[:40],
+        )
     try:
         nbytes = len(request_id.encode())
     except UnicodeEncodeError:
@@ -126,11 +132,31 @@ def check_prompt(token_ids: Sequence[int], limit: LengthLimit, vocab_size: int) 
     if len(token_ids) == 0:
         raise ConfigError("prompt: empty; give at least one token", field="prompt", value=0)
     check_prompt_length(len(token_ids), limit)
+    check_token_types("prompt", token_ids)
     bad = next((i for i in token_ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         raise ConfigError(
             f"prompt: token id {bad} is out of range; use 0 to {vocab_size - 1}", field="prompt", value=bad
         )
+
+
+def token_list(field: str, given: object) -> list[int]:
+    """What a caller gives as token ids: anything that lists whole numbers."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ConfigError(
+            f"{field}: {given!r:.40} is no list of token ids; use whole numbers", field=field, value=repr(given)[:40]
+        )
+    return list(given)
+
+
+def check_token_types(field: str, token_ids: Sequence[int]) -> None:
+    """Whole numbers, numpy's too. A few types whatever the length, so that a long prompt costs no call for each token."""
+    for kind in set(map(type, token_ids)):
+        if kind is bool or not hasattr(kind, "__index__"):
+            index, bad = next((i, token) for i, token in enumerate(token_ids) if type(token) is kind)
+            raise ConfigError(
+                f"{field}: {bad!r:.40} at {index} is no token id; use whole numbers", field=field, value=repr(bad)[:40]
+            )
 
 
 def check_prompt_length(num_tokens: int, limit: LengthLimit) -> None:
@@ -139,10 +165,21 @@ def check_prompt_length(num_tokens: int, limit: LengthLimit) -> None:
         raise ConfigError(f"prompt: {num_tokens} tokens are more than {limit.reason}", field="prompt", value=num_tokens)
 
 
+def check_least_tokens(num_tokens: int, limit: LengthLimit) -> None:
+    """Of a text that is not encoded yet."""
+    if num_tokens > limit.tokens:
+        raise ConfigError(
+            f"prompt: a text of at least {num_tokens} tokens; they are more than {limit.reason}",
+            field="prompt",
+            value=num_tokens,
+        )
+
+
 def check_first_tokens(
     token_ids: Sequence[int], vocab_size: int, stop_ids: frozenset[int], n: int, max_tokens: int
 ) -> None:
     """The beginning of an answer that another instance generated: of one sample, of which something is left to generate."""
+    check_token_types("first_token_ids", token_ids)
     bad = next((i for i in token_ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         problem, value = f"token id {bad} is out of range; use 0 to {vocab_size - 1}", bad

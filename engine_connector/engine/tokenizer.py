@@ -7,12 +7,16 @@ a user who types <|im_end|> sends those ten characters, not the end of the turn.
 import codecs
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
 from kvstore.core.errors import ConfigError
 from kvstore.engine_connector.engine.chat_template import CHATML, ChatTemplate
+from kvstore.engine_connector.engine.text_length import text_length
+
+CheckLength = Callable[[int], None]
+"""Told the fewest tokens that a text can have before it is encoded; raises to refuse it. A text of megabytes takes seconds."""
 
 _STOP_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>")
 """Control tokens that end a turn in whatever model has them, also where its settings name only one of them."""
@@ -39,6 +43,7 @@ class BPETokenizer:
         self._ordinary = Tokenizer.from_str(pipeline.to_str())
         self._ordinary.encode_special_tokens = True  # control tokens are characters like any others
         self._bytes = bytes_of_id
+        self._length = text_length(pipeline, bytes_of_id)
         self._control = re.compile("|".join(re.escape(t) for t in sorted(control, key=len, reverse=True)) or r"(?!)")
         ends = [pipeline.token_to_id(token) for token in _STOP_TOKENS if token in control]
         self.stop_ids = frozenset({*eos_ids, *(index for index in ends if index is not None)})
@@ -50,11 +55,14 @@ class BPETokenizer:
         """Number of token ids; ids are 0 to vocab_size - 1."""
         return len(self._bytes)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, check_length: CheckLength | None = None) -> list[int]:
         """Token ids of `text`, control tokens recognised; the model's token for the beginning, if it has one, in front."""
+        self._check_length([text], check_length)
         return _ids(self._text, text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, check_length: CheckLength | None = None
+    ) -> list[int]:
         """The model's chat template over messages with `role` and `content`; ends where the assistant's answer begins.
 
         Raises ConfigError for malformed messages, for those that the template refuses, and for a model without one.
@@ -74,11 +82,16 @@ class BPETokenizer:
         masked = [{key: self._control.sub(hide, value) for key, value in message.items()} for message in messages]
         text = self._chat.render(masked)
         pieces = re.split(rf"\[{mark}:(\d+)\]", text)  # text, number, text, number, ... text
+        self._check_length(pieces[::2], check_length)
         ids: list[int] = []
         for index, piece in enumerate(pieces):
             source, said = (self._ordinary, hidden[int(piece)]) if index % 2 else (self._text, piece)
             ids += _ids(source, said, add_special_tokens=False)
         return ids
+
+    def _check_length(self, texts: Iterable[str], check: CheckLength | None) -> None:
+        if check is not None:
+            check(sum(map(self._length.least_tokens, texts)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`; control tokens have none; bytes that are not UTF-8 become U+FFFD."""

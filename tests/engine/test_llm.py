@@ -228,6 +228,11 @@ def test_a_forgotten_prefix_is_computed_again(make_llm, prompts):
         ([5] * 513, "prompt: 513 tokens are more than the 512 that all 128 pages hold"),
         ([5, len(TOKENS)], f"prompt: token id {len(TOKENS)} is out of range; use 0 to {len(TOKENS) - 1}"),
         ([-1], "prompt: token id -1 is out of range"),
+        ([5, "6"], "prompt: '6' at 1 is no token id; use whole numbers"),
+        ([5, 6.0], "prompt: 6.0 at 1 is no token id; use whole numbers"),
+        ([True], "prompt: True at 0 is no token id; use whole numbers"),
+        (5, "prompt: 5 is no list of token ids; use whole numbers"),
+        (b"text", "prompt: b'text' is no list of token ids; use whole numbers"),
     ],
 )
 def test_a_bad_prompt_is_refused_and_the_next_one_served(make_llm, prompts, prompt, message):
@@ -292,6 +297,33 @@ def test_misuse_of_generate_is_named(make_llm, prompts):
     llm.add_request(prompts[0], request_id="x")
     with pytest.raises(ConfigError, match="'x' is in use"):
         llm.add_request(prompts[0], request_id="x")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"request_id": 5}, "request_id: 5 is no text; use 1 to 200 bytes of UTF-8"),
+        ({"request_id": b"r"}, "request_id: b'r' is no text"),
+        ({"first_token_ids": 5}, "first_token_ids: 5 is no list of token ids; use whole numbers"),
+        ({"first_token_ids": "5"}, "first_token_ids: '5' is no list of token ids"),
+        ({"first_token_ids": [None]}, "first_token_ids: None at 0 is no token id; use whole numbers"),
+    ],
+)
+def test_ids_of_a_wrong_type_are_named(make_llm, prompts, ids, message):
+    llm = make_llm()
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        llm.add_request(prompts[0], GREEDY, **ids)
+
+    assert caught.value.fields["field"] == next(iter(ids))
+    assert not llm.has_unfinished
+
+
+def test_ids_of_numpy_are_ids(make_llm, prompts):
+    llm = make_llm()
+    expected = llm.generate([prompts[3]], GREEDY)[0].token_ids
+
+    assert llm.generate([np.array(prompts[3])], GREEDY)[0].token_ids == expected
 
 
 def test_a_closed_engine_says_so(make_llm, prompts):

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from kvstore.core.errors import Overloaded
 from kvstore.engine_connector.engine.api_server.refusals import Refusal
 from kvstore.engine_connector.engine.api_server.wire import ChatRequest, CompletionRequest, prompts_of
-from kvstore.engine_connector.engine.tokenizer import BPETokenizer
+from kvstore.engine_connector.engine.tokenizer import BPETokenizer, CheckLength
 
 MAX_TOKENIZING = 64
 """Requests whose prompts wait for the tokenizer or are there. More: 429."""
@@ -21,10 +21,11 @@ _NUM_THREADS = 2
 
 
 class Prompts:
-    """Encodes for one model."""
+    """Encodes for one model. A text that `check_length` refuses is not encoded."""
 
-    def __init__(self, tokenizer: BPETokenizer) -> None:
+    def __init__(self, tokenizer: BPETokenizer, check_length: CheckLength) -> None:
         self._tokenizer = tokenizer
+        self._check_length = check_length
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         self._num_waiting = 0
 
@@ -34,9 +35,12 @@ class Prompts:
             prompts = prompts_of(request)
             if not any(isinstance(prompt, str) for prompt in prompts):
                 return [list(prompt) for prompt in prompts if not isinstance(prompt, str)]
-            return await self._run(lambda: [self._tokenizer.encode(text) for text in prompts if isinstance(text, str)])
+            texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+            return await self._run(
+                lambda: [self._tokenizer.encode(text, check_length=self._check_length) for text in texts]
+            )
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
-        return await self._run(lambda: [self._tokenizer.encode_chat(messages)])
+        return await self._run(lambda: [self._tokenizer.encode_chat(messages, check_length=self._check_length)])
 
     def close(self) -> None:
         """What runs is not waited for."""

@@ -97,7 +97,7 @@ class ApiServer:
             await self._engine.close(self._config.stop_deadline_s)
 
     async def _serve(self, on_ready: Callable[[int], None]) -> None:
-        self._prompts = Prompts(self._llm.tokenizer)
+        self._prompts = Prompts(self._llm.tokenizer, self._llm.check_text_length)
         runner = web.AppRunner(
             self._application(),
             access_log=None,
