@@ -54,10 +54,18 @@ class SamplingParams:
             _require("logprobs", self.logprobs, 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
         if not isinstance(self.stop, tuple):
             raise ConfigError(f"stop: {self.stop!r} is no tuple of texts", field="stop", value=str(self.stop))
-        _require("stop", len(self.stop), len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts")
+        if len(self.stop) > MAX_STOPS:
+            raise ConfigError(
+                f"stop: {len(self.stop)} texts; use at most {MAX_STOPS}", field="stop", value=len(self.stop)
+            )
         for text in self.stop:
-            right = f"texts of 1 to {MAX_STOP_CHARS} characters"
-            _require("stop", len(text), 1 <= len(text) <= MAX_STOP_CHARS, right)
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                shown, wrong = ascii(text), "is no text"
+                if isinstance(text, str):
+                    shown, wrong = ascii(text[:40]), f"has {len(text)} characters"
+                raise ConfigError(
+                    f"stop: {shown} {wrong}; use texts of 1 to {MAX_STOP_CHARS} characters", field="stop", value=shown
+                )
 
 
 class TokenLogprob(NamedTuple):

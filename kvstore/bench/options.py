@@ -188,8 +188,18 @@ def make_arrivals(name: str | None, workload: Workload, given: Mapping[str, Any]
     if name == "poisson":
         return arrival.poisson(workload.seed, count, options["rate"])
     if name == "burst":
-        if (options["burst_size"] > 0) != (options["rate"] > 0):
-            raise refuse("burst-size", options["burst_size"], "both --burst-size and --rate, or neither (all at once)")
+        if options["rate"] > 0 and options["burst_size"] == 0:
+            raise refuse(
+                "rate",
+                f"{options['rate']:g} without --burst-size",
+                "both for bursts of that size, or neither for one of all",
+            )
+        if options["burst_size"] > 0 and options["rate"] == 0:
+            raise refuse(
+                "burst-size",
+                f"{options['burst_size']} without --rate",
+                "both for bursts at that rate, or neither for one of all",
+            )
         return arrival.burst(count, size=options["burst_size"], rate_per_s=options["rate"])
     if name == "closed":
         return arrival.closed(options["concurrency"])

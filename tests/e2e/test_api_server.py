@@ -433,6 +433,20 @@ def check_refused(client: OpenAI, path: str, body: dict[str, Any], status: int, 
     assert param.rpartition(".")[2].split("[")[0] in error.message
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"stop": [""]}, "stop: '' has 0 characters; use texts of 1 to 256 characters"),
+        ({"seed": -(1 << 63) - 1}, "use a whole number of 64 bits, -2**63 to 2**64 - 1"),
+    ],
+)
+def test_a_refusal_says_what_would_be_right(client: OpenAI, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.post("/completions", body=COMPLETION | change, cast_to=object)
+
+    assert says in refusal.value.message
+
+
 def test_all_unknown_fields_are_named(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         client.post("/completions", body=COMPLETION | {"one": 1, "two": None}, cast_to=object)

@@ -93,3 +93,19 @@ def test_a_parameter_out_of_range_is_named(change, field):
         SamplingParams(**change)
 
     assert caught.value.fields["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        (("a", ""), "stop: '' has 0 characters; use texts of 1 to 256 characters"),
+        (("x" * 257,), f"stop: '{'x' * 40}' has 257 characters; use texts of 1 to 256 characters"),
+        ((5,), "stop: 5 is no text; use texts of 1 to 256 characters"),
+        (("x",) * 17, "stop: 17 texts; use at most 16"),
+    ],
+)
+def test_a_stop_string_that_cannot_be_is_shown(stop, says):
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(stop=stop)
+
+    assert caught.value.message == says

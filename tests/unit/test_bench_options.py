@@ -138,8 +138,8 @@ def test_a_trace_comes_at_its_own_times_unless_told_otherwise(tmp_path: Path) ->
         ("uniform", {}, "poisson, burst, closed, trace"),
         ("trace", {}, "has no times of its own"),
         ("closed", {"rate": 2.0}, "--arrival poisson or burst"),
-        ("burst", {"rate": 2.0}, "both --burst-size and --rate"),
-        ("burst", {"burst_size": 2}, "both --burst-size and --rate"),
+        ("burst", {"rate": 2.0}, "--rate: 2 without --burst-size; use both"),
+        ("burst", {"burst_size": 2}, "--burst-size: 2 without --rate; use both"),
         (None, {"rate": 1.0, "concurrency": 2}, "--arrival closed"),
     ],
 )

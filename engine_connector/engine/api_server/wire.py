@@ -278,8 +278,16 @@ def _max_tokens(request: CompletionRequest | ChatRequest) -> int:
 
 
 def _seed(seed: int | None) -> int | None:
-    """OpenAI's seeds are signed."""
-    return seed + (1 << 64) if seed is not None and -(1 << 63) <= seed < 0 else seed
+    """OpenAI's seeds are signed; an unsigned one is taken too."""
+    if seed is None or 0 <= seed < 1 << 64:
+        return seed
+    if not -(1 << 63) <= seed < 0:
+        raise ConfigError(
+            f"seed: {seed} is out of range; use a whole number of 64 bits, -2**63 to 2**64 - 1",
+            field="seed",
+            value=seed,
+        )
+    return seed + (1 << 64)
 
 
 def _one_of(values: Mapping[str, _V | None], *, default: _V) -> _V:
