@@ -23,6 +23,8 @@ BRAINS = (
     "eviction",
     "admission",
     "costs",
+    "calibration",
+    "tier_speed",
     "planner",
     "store",
     "directory",
