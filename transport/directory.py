@@ -86,7 +86,7 @@ class DirectoryFigures(NamedTuple):
     num_nodes: int  # others that are alive
     num_entries: int  # (block, node) pairs known of others
     table_nbytes: int
-    own_blocks: int  # published and not withdrawn, before sampling
+    own_blocks: int  # published and not withdrawn, of those that are sampled
     sent_bytes: int  # counter: payload to the server or to peers that asked
     received_bytes: int  # counter
     failures: int  # counter: calls that failed or passed their deadline
