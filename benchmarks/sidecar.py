@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.client import Client
 from kvstore.core.errors import PeerUnavailable
-from kvstore.demo.processes import Sidecar
+from kvstore.demo.processes import Process, Sidecar
 from kvstore.proto.kvstore_pb2 import TOOL
 
 _START_DEADLINE_S = 60.0
@@ -23,13 +23,14 @@ def running_sidecar(arena_nbytes: int, *options: str) -> Iterator[Path]:
         sidecar = Sidecar(Path(folder), socket, str(arena_nbytes), Path(folder) / "sidecar.log", *options)
         sidecar.start()
         try:
-            _wait_until_faulted(sidecar, socket, arena_nbytes)
+            until_faulted(sidecar, socket, arena_nbytes)
             yield socket
         finally:
             sidecar.stop()
 
 
-def _wait_until_faulted(sidecar: Sidecar, socket: Path, arena_nbytes: int) -> None:
+def until_faulted(sidecar: Process, socket: Path, arena_nbytes: int) -> None:
+    """Wait until the whole arena of a sidecar that has been started may be given out. Raises ProcessFailed."""
     until_s = time.monotonic() + _START_DEADLINE_S
     with contextlib.closing(Client(str(socket), role=TOOL)) as client:
         while _capacity_bytes(client) < arena_nbytes:
