@@ -141,6 +141,30 @@ MAX_DESCRIPTOR_BYTES = 16 << 10
 MAX_LINK_EXTENTS = 8192
 """Extents queued and in flight on one link; some 1 MiB of small tuples. A batch that goes beyond: OVERLOADED, whole."""
 
+MAX_LINK_REQUEST_EXTENTS = 512
+"""Extents in one request of the TCP link, 12 KiB. A reader sends more in several; an owner closes the connection."""
+
+LINK_STREAMS = 4
+"""Connections of a TCP link, made when there is enough to read: one cannot fill a fast network."""
+
+LINK_WINDOW_BYTES = 8 << 20
+"""Asked for and not arrived on one of them, but two extents at least: the owner must not wait for the next request."""
+
+LINK_CONNECT_DEADLINE_S = 1.0
+"""Connecting and the handshake of a link, either side."""
+
+LINK_IDLE_S = 30.0
+"""A reader closes a connection without work for so long; an owner after four times that."""
+
+LINK_STALL_S = 5.0
+"""An owner closes a connection whose reader takes no byte for so long; the kernel, one that acknowledges none."""
+
+LINK_REQUEST_DEADLINE_S = 60.0
+"""And one whose reader has not taken a whole request's bytes by then, however it trickles."""
+
+MAX_LINK_CONNECTIONS = 1024
+"""Connections that an owner serves, a thread each. More: OVERLOADED. 64 more may be in the handshake, others wait."""
+
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25
 """A client's call on the engine's path. Past it: PeerUnavailable, the connection is dropped and the breaker opens."""
