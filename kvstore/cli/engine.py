@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstore.core.keys import KVSpec
     from kvstore.engine_connector.engine.api_server.server import ApiServer
     from kvstore.engine_connector.engine.llm import LLM
-    from kvstore.engine_connector.protocol import Connector
+    from kvstore.engine_connector.protocol import Connector, HandOver
 
 _COUNT = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0, min_open=True)
@@ -39,6 +39,13 @@ def engine() -> None:
 @click.option("--socket", metavar="PATH", help="The sidecar's.  [default: where `kvstore serve` listens]")
 @click.option("--tenant", default="", help="Whose blocks these are.")
 @click.option("--no-store", is_flag=True, help="Run without a sidecar.")
+@click.option(
+    "--hand-over",
+    type=click.Choice(["producer", "consumer", "both"]),
+    help="Prefill for others to decode, decode what others prefilled, or both, as each request's kv_transfer_params say.",
+)
+@click.option("--device", default="cpu", show_default=True, help="Of weights and pages: cpu or cuda.")
+@click.option("--layerwise", is_flag=True, help="Attend to loads while they arrive, and save while computing.")
 @click.option("--num-pages", type=_COUNT, default=1024, show_default=True, help="Of the engine's own KV cache.")
 @click.option("--block-tokens", type=_COUNT, default=16, show_default=True, help="Tokens of a page.")
 @click.option("--max-batch", type=_COUNT, default=16, show_default=True, help="Samples computed side by side.")
@@ -91,6 +98,8 @@ async def _serve(options: dict[str, Any], model: Path) -> None:
     config = ServerConfig(
         model_name=options["served_model_name"] or model.name.removesuffix(".gguf"),
         connections=limits,
+        hand_over=_hand_over(options),
+        tenant=options["tenant"],
         **{name: options[name] for name in ("host", "port", "max_body_bytes", "request_deadline_s", "stop_deadline_s")},
     )
     server = ApiServer(config, functools.partial(_open_llm, options, model))
@@ -112,6 +121,8 @@ def _open_llm(options: dict[str, Any], model: Path) -> "LLM":
         "kv_dtype",
         "hash_seed",
         "prefix_caching",
+        "device",
+        "layerwise",
     )
     return LLM(model, connector_factory=_connector_factory(options), **{name: options[name] for name in names})
 
@@ -127,7 +138,21 @@ def _connector_factory(options: dict[str, Any]) -> "Callable[[KVSpec], Connector
         return None
     from kvstore.engine_connector.local import open_connector
 
-    return functools.partial(open_connector, socket_path=options["socket"], tenant=options["tenant"])
+    return functools.partial(
+        open_connector, socket_path=options["socket"], tenant=options["tenant"], hand_over=_hand_over(options)
+    )
+
+
+def _hand_over(options: dict[str, Any]) -> "HandOver | None":
+    """It goes through the store."""
+    from kvstore.engine_connector.protocol import HandOver
+
+    role = options["hand_over"]
+    if role is not None and options["no_store"]:
+        raise ConfigError(
+            f"hand-over: {role} and no store; leave out --hand-over or --no-store", field="hand-over", value=role
+        )
+    return None if role is None else HandOver(role)
 
 
 def _model_path(given: str | None) -> Path:

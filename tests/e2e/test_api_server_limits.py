@@ -305,6 +305,9 @@ def test_a_request_that_comes_while_the_server_stops_is_refused(model: Path) -> 
         (["MODEL", "--socket", "s"], "--no-store"),
         (["MODEL", "--chunk-tokens", "30"], "chunk_tokens: 30"),
         (["MODEL", "--kv-dtype", "int3"], "kv_dtype: 'int3'"),
+        (["MODEL", "--hand-over", "producer"], "hand-over: producer and no store; leave out --hand-over or --no-store"),
+        (["MODEL", "--device", "gpu"], "device: 'gpu': use one of cpu, cuda"),
+        (["MODEL", "--device", "cuda", "--kv-dtype", "float32"], "device: 'cuda': "),  # no GPU, or pages of 16 bits
         (["MODEL", "--host", "256.1.1.1"], "256.1.1.1"),
         (["MODEL", "--port", "TAKEN"], "host, port: cannot listen"),
     ],

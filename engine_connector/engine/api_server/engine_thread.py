@@ -43,6 +43,7 @@ class EngineRequest:
     token_ids: list[int]
     params: SamplingParams
     options: RequestOptions
+    first_token_ids: tuple[int, ...] = ()
 
 
 class Generation:
@@ -141,6 +142,14 @@ class EngineThread:
                 del self._generations[request.request_id]
             if not generation.finished:  # also when the answer of the call was not waited for: commands run in order
                 self._commands.put(lambda llm: _abort_all(llm, requests))
+
+    async def wait_saved(self, requests: Sequence[EngineRequest], *, deadline_s: float) -> bool:
+        """Whether what these requests, which have ended, left behind is where others find it. Asked once a step."""
+        until_s = self._loop.time() + deadline_s
+        while await self.call(lambda llm: any(llm.in_use(request.request_id) for request in requests)):
+            if self._loop.time() >= until_s:
+                return False
+        return True
 
     def refuse(self, err: KVStoreError) -> None:
         """From now on every request, those under way among them, ends in `err`."""
@@ -241,7 +250,13 @@ def _add_all(llm: LLM, requests: Sequence[EngineRequest]) -> None:
         )
     for number, request in enumerate(requests):
         try:
-            llm.add_request(request.token_ids, request.params, options=request.options, request_id=request.request_id)
+            llm.add_request(
+                request.token_ids,
+                request.params,
+                options=request.options,
+                request_id=request.request_id,
+                first_token_ids=request.first_token_ids,
+            )
         except KVStoreError:
             _abort_all(llm, requests[:number])
             raise

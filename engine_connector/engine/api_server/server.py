@@ -23,6 +23,7 @@ from kvstore.engine_connector.engine.api_server.bodies import Bodies
 from kvstore.engine_connector.engine.api_server.connections import ConnectionLimits, Connections, http_logger
 from kvstore.engine_connector.engine.api_server.engine_thread import EngineRequest, EngineThread, Generation
 from kvstore.engine_connector.engine.api_server.event_stream import EventStream
+from kvstore.engine_connector.engine.api_server.hand_over import SAVE_DEADLINE_S, HandOvers
 from kvstore.engine_connector.engine.api_server.prompts import Prompts
 from kvstore.engine_connector.engine.api_server.refusals import Refusal, json_response, refusal_of
 from kvstore.engine_connector.engine.api_server.wire import (
@@ -35,7 +36,7 @@ from kvstore.engine_connector.engine.api_server.wire import (
 )
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.outputs import TokenDelta
-from kvstore.engine_connector.protocol import CacheOptions
+from kvstore.engine_connector.protocol import CacheOptions, HandOver
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What can be set. `port` 0: any that is free."""
+    """What can be set. `port` 0: any that is free. `hand_over` and `tenant` are those of the LLM's connector."""
 
     model_name: str
     host: str = "127.0.0.1"
@@ -64,6 +65,8 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     request_deadline_s: float = 600.0
     stop_deadline_s: float = 15.0
+    hand_over: HandOver | None = None
+    tenant: str = ""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
@@ -97,6 +100,8 @@ class ApiServer:
             await self._engine.close(self._config.stop_deadline_s)
 
     async def _serve(self, on_ready: Callable[[int], None]) -> None:
+        namespace = self._llm.spec.namespace(self._config.tenant).hex()
+        self._hand_overs = HandOvers(self._config.hand_over, namespace)
         self._prompts = Prompts(self._llm.tokenizer, self._llm.check_text_length)
         runner = web.AppRunner(
             self._application(),
@@ -239,12 +244,19 @@ class ApiServer:
             raise Refusal(HTTPStatus.BAD_REQUEST, "stream_options: needs stream: true", param="stream_options")
         with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         prompts = await self._prompts.encode(asked)
+        part = self._hand_overs.part_in(asked, params, prompts, self._llm.max_model_len)
         form = make_form(
             self._config.model_name, f"fp_{self._llm.spec.weights[:16]}", self._llm.tokenizer, with_usage=with_usage
         )
         name = uuid.uuid4().hex
         requests = [
-            EngineRequest(request_id=f"{name}-{i}", token_ids=token_ids, params=params, options=options)
+            EngineRequest(
+                request_id=f"{name}-{i}",
+                token_ids=token_ids,
+                params=part.params,
+                options=options,
+                first_token_ids=part.first_token_ids,
+            )
             for i, token_ids in enumerate(prompts)
         ]
         numbers = choice_numbers([each.request_id for each in requests], params.n)
@@ -256,7 +268,11 @@ class ApiServer:
             while batch := await tokens.next():
                 for number, delta in batch:
                     choices[number].append(delta)
-            return json_response(form.whole(choices, usage_of(generation.outputs)))
+            answer = form.whole(choices, usage_of(generation.outputs))
+            if part.prefills:
+                await self._engine.wait_saved(requests, deadline_s=SAVE_DEADLINE_S)
+                answer["kv_transfer_params"] = self._hand_overs.to_consumer(list(generation.outputs.values()))
+            return json_response(answer)
 
     async def _stream(
         self, request: web.Request, form: AnswerForm, tokens: "_Tokens", *, with_usage: bool

@@ -30,6 +30,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": (None,),
     "logit_bias": (None, {}),
     "metadata": (),
+    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),
     "presence_penalty": (None, 0),
@@ -52,6 +53,16 @@ _NEUTRAL_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
 }
 """What OpenAI's own answers carry, so that they can be sent back as part of the conversation."""
+
+_NEUTRAL_IN_TRANSFER: Mapping[str, tuple[object, ...]] = {
+    "remote_block_ids": (None,),
+    "remote_engine_id": (None,),
+    "remote_host": (None,),
+    "remote_port": (None,),
+    "remote_request_id": (None,),
+    "tp_size": (None,),
+}
+"""What proxies for vLLM send empty, for instances that fetch from each other."""
 
 _S = TypeVar("_S", bound=msgspec.Struct)
 _V = TypeVar("_V", int, str)
@@ -76,6 +87,15 @@ class CacheFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     load_failure: Literal["recompute", "fail"] | None = None
 
 
+class KVTransferParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A hand-over's part (hand_over.py)."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    first_token_ids: list[int] | None = None
+    namespace: str | None = None
+
+
 class Shared(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of request have. None is a field's default, as OpenAI's clients send it."""
 
@@ -93,6 +113,7 @@ class Shared(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int | None = None
     kvstore: CacheFields | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class CompletionRequest(Shared, kw_only=True, forbid_unknown_fields=True):
@@ -132,12 +153,12 @@ class ChatRequest(Shared, kw_only=True, forbid_unknown_fields=True):
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises Refusal."""
-    return _convert(_without_neutral(_decode(body), CompletionRequest), CompletionRequest)
+    return _convert(_known_fields(body, CompletionRequest), CompletionRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises Refusal."""
-    fields = _without_neutral(_decode(body), ChatRequest)
+    fields = _known_fields(body, ChatRequest)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [
@@ -212,6 +233,16 @@ def options_of(request: CompletionRequest | ChatRequest, headers: Mapping[str, s
     return RequestOptions(
         priority=_one_of(priority, default=0), load_failure=fields.load_failure or "recompute", cache=cache
     )
+
+
+def _known_fields(body: bytes, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    fields = _without_neutral(_decode(body), kind)
+    transfer = fields.get("kv_transfer_params")
+    if isinstance(transfer, dict):
+        fields["kv_transfer_params"] = _without_neutral(
+            transfer, KVTransferParams, "kv_transfer_params.", _NEUTRAL_IN_TRANSFER
+        )
+    return fields
 
 
 def _decode(body: bytes) -> dict[str, Any]:
