@@ -22,7 +22,7 @@ What an engine may rely on:
 What a connector may rely on:
 
 - Page `block_id` of a load is written by nobody else from update_state_after_alloc until the load is reported, nor read,
-  except as LayerwiseWorker allows.
+  except as LayerwiseWorker and BothEndsWorker allow.
 - The content of a page in a save does not change from start_save until the save is reported in finished_saving, or until
   handle_preemptions has returned for a step that lists the request as preempted.
 - All calls of one side come from one thread. The sides may live in different processes.
@@ -46,7 +46,7 @@ or what a producer computes next while the page is saved.
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -90,6 +90,21 @@ def _check_name(name: str, value: str, limit: int) -> None:
     if wrong:
         shown = ascii(value[:40])
         raise ConfigError(f"{name}: {shown} {wrong}; use at most {limit} bytes of UTF-8", field=name, value=shown)
+
+
+class FetchPolicy(enum.StrEnum):
+    """When blocks that the store has are loaded."""
+
+    PLANNED = "planned"  # as far as they are expected to arrive sooner than they would be computed
+    ALWAYS = "always"
+    NEVER = "never"  # the engine saves for others, and computes everything itself
+
+    @classmethod
+    def named(cls, name: str) -> "FetchPolicy":
+        """Raises ConfigError for a name that is none."""
+        if name not in list(cls):
+            raise ConfigError(f"fetch: {name!r} is not known; use {', '.join(cls)}", field="fetch", value=str(name))
+        return cls(name)
 
 
 class HandOver(enum.StrEnum):
@@ -199,6 +214,10 @@ class LoadJob:
         int, ...
     ] = ()  # pages after those of `moves` for which nothing was leased; reported as failed
     by_layers: bool = False  # copy layer 0 of all blocks first, then layer 1: the step attends to them as they arrive
+    from_back: bool = False  # copy the last block first, while the engine computes the first ones (BothEndsWorker)
+    front_blocks: int | None = None  # of a load from the back: no more is the engine's while the load is in time
+    meet_block: int | None = None  # likewise: where front and back are expected to meet
+    expected_s: float = 0.0  # likewise: from start_load until the blocks behind meet_block are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +238,22 @@ class ConnectorMetadata:
     saves: tuple[SaveJob, ...] = ()
     preempted_request_ids: frozenset[str] = frozenset()
     boot_id: bytes = b""  # of the sidecar that the scheduler side speaks to; b"" while it speaks to none
+    step: int = field(default=0, compare=False)  # counts the calls that made one; 0: not counted
+
+
+class FilledFrom(NamedTuple):
+    """How a load from the back ended: block `first_block` of it (an index in the load) and all behind it are in their pages. What
+    is before it is the engine's to compute: what it claimed, and what failed or was late, which is in `failed_block_ids` too."""
+
+    request_id: str
+    first_block: int
+
+
+class LoadTime(NamedTuple):
+    """How long a load took, from start_load until nothing of it was copied any more."""
+
+    request_id: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +265,9 @@ class WorkerOutput:
     finished_saving: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # (job_id, for each move whether it was written)
     load_seconds: float = 0.0  # time spent copying since the last output, for Report and metrics
     load_bytes: int = 0
+    filled_from: tuple[FilledFrom, ...] = ()  # for each of finished_loading that was from the back
+    load_times: tuple[LoadTime, ...] = field(default=(), compare=False)  # for each of finished_loading
+    step: int = field(default=0, compare=False)  # that of the metadata which the worker got last
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +358,31 @@ class LayerwiseScheduler(Protocol):
         ...
 
 
+@runtime_checkable
+class BothEndsScheduler(Protocol):
+    """What a scheduler side may offer beside SchedulerSide, so that a load is filled from both ends: the engine computes its
+    first blocks, chunk by chunk, while the worker copies its last ones, until they meet. No estimate of either speed is needed
+    for that to end near the best moment, and a store that stalls costs nothing. Optional, as BothEndsWorker is; an engine uses
+    them if both sides have them, or leaves it.
+
+        front   [ chunk ][ chunk ]>               <[ block ][ block ][ block ]   back
+                computed, confirmed     nobody's            copied
+
+    The request waits for its load as any other, but appears in build_connector_meta with what it computes at the front. None
+    of its blocks is saved until the load is reported. Where front and back have met, the tokens up to the end of the load
+    count as computed, and the pages may be found by others.
+    """
+
+    def use_both_ends(self, chunk_tokens: int) -> None:
+        """Called once, before the first request, by an engine that asks fill_from_back: it computes so many tokens at a time."""
+        ...
+
+    def fill_from_back(self, request: Request) -> bool:
+        """Asked between update_state_after_alloc and build_connector_meta, at most once: whether the load that was just started
+        is worth filling from both ends. If True, its job says so (LoadJob.from_back)."""
+        ...
+
+
 class WorkerSide(Protocol):
     """Lives beside the engine's pages."""
 
@@ -381,6 +444,28 @@ class LayerwiseWorker(Protocol):
         """The step broke off between begin_saves and start_save: what was begun is reported as not written. Waits for nothing;
         the pages may change at once."""
         ...
+
+
+@runtime_checkable
+class BothEndsWorker(Protocol):
+    """What a worker side may offer beside WorkerSide (BothEndsScheduler): loads from the back."""
+
+    def claim_front(self, request_id: str, num_blocks: int) -> int:
+        """Called between start_load and the load's report, by the engine's thread, when it is about to compute the first
+        `num_blocks` blocks of a load from the back: how many of them are its to write. The others are copied, or being copied,
+        or better left to the back for now: ask again in the next step. What was granted stays granted; waits for nothing.
+
+        Once nothing is left between front and back the load is reported, with the block in `filled_from` from which on its
+        pages are filled. A block that fails or is late ends the load too: it and all before it are the engine's.
+        """
+        ...
+
+
+class BothEnds(NamedTuple):
+    """Both sides of a connector that fills loads from both ends."""
+
+    scheduler: BothEndsScheduler
+    worker: BothEndsWorker
 
 
 class Connector(NamedTuple):

@@ -24,6 +24,12 @@ then are the last layers said to be there. If a block is not there at first, the
       layer 1  [5] [6] [7] [8]      and wait_for_layer(1) when the load has been reported
 
 A save that has begun during the forward is copied likewise, each layer as soon as it has been computed.
+
+A load from the back is copied one block at a time, the last one first, for as long as the engine has not claimed the next
+(FillCursors). It ends where the two meet, at a block that does not come, or at its deadline, and is reported at once.
+
+      block     0   1   2   3   4   5   6   7
+                [ claimed  ]            [3] [2] [1]     the order of copies; next is block 4, unless the engine claims it
 """
 
 import logging
@@ -40,12 +46,15 @@ from kvstore.client import ClientArena
 from kvstore.client_arena import Arrival, arrival_of
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.limits import ARRIVAL_POLL_S
+from kvstore.engine_connector.fill_cursors import FillCursors
 from kvstore.engine_connector.layers import ALL_LAYERS, LayerProgress
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
+    FilledFrom,
     LayeredPages,
     LoadJob,
+    LoadTime,
     Pages,
     SaveJob,
     WorkerOutput,
@@ -76,7 +85,9 @@ class _Loaded(NamedTuple):
     request_id: str
     failed_block_ids: tuple[int, ...]
     nbytes: int
-    seconds: float
+    copying_s: float
+    seconds: float  # in all
+    filled_from: int | None  # of a load from the back
 
 
 class _Saved(NamedTuple):
@@ -94,10 +105,15 @@ class _Load:
     num_loaded: int = 0
     copying_s: float = 0.0
     progress: LayerProgress = field(default_factory=LayerProgress)
+    cursors: FillCursors | None = None  # of a load from the back, which alone has it
 
     @property
     def until_s(self) -> float:
         return self.started_s + self.job.deadline_s
+
+    @property
+    def num_copied(self) -> int:
+        return self.num_loaded if self.cursors is None else self.cursors.num_copied
 
 
 class _Save(NamedTuple):
@@ -119,6 +135,8 @@ class StoreWorkerSide:
         self._by_layers: dict[
             str, _Load
         ] = {}  # by request, until they are reported; only the engine's thread looks at it
+        self._from_back: dict[str, _Load] = {}  # likewise
+        self._step = 0  # that the engine is in
         self._new_loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()  # bounded by the engine: one a request
         self._load_thread = threading.Thread(target=self._run_loads, name="kvstore-load", daemon=True)
         self._begun: dict[int, _Save] = {}  # by job, from begin_saves to start_save; the engine's thread's too
@@ -140,11 +158,21 @@ class StoreWorkerSide:
 
     def start_load(self, meta: ConnectorMetadata) -> None:
         """See protocol.WorkerSide."""
+        self._step = meta.step
         for job in meta.loads:
             load = _Load(job, started_s=self._clock.now_s())
             if job.by_layers:
                 self._by_layers[job.request_id] = load
+            if job.from_back:
+                load.cursors = _cursors(job)
+                self._from_back[job.request_id] = load
             self._new_loads.put(load)
+
+    def claim_front(self, request_id: str, num_blocks: int) -> int:
+        """See protocol.BothEndsWorker."""
+        load = self._from_back[request_id]
+        assert load.cursors is not None
+        return load.cursors.claim_front(num_blocks, self._clock.now_s() - load.started_s)
 
     def wait_for_layer(self, request_id: str, layer: int) -> bool:
         """See protocol.LayerwiseWorker."""
@@ -191,12 +219,16 @@ class StoreWorkerSide:
         loaded = [report for report in reports if isinstance(report, _Loaded)]
         for report in loaded:
             self._by_layers.pop(report.request_id, None)
+            self._from_back.pop(report.request_id, None)
         return WorkerOutput(
             finished_loading=frozenset(report.request_id for report in loaded),
             failed_block_ids=frozenset(block_id for report in loaded for block_id in report.failed_block_ids),
             finished_saving=tuple((r.job_id, r.written) for r in reports if isinstance(r, _Saved)),
-            load_seconds=sum(report.seconds for report in loaded),
+            load_seconds=sum(report.copying_s for report in loaded),
             load_bytes=sum(report.nbytes for report in loaded),
+            filled_from=tuple(FilledFrom(r.request_id, r.filled_from) for r in loaded if r.filled_from is not None),
+            load_times=tuple(LoadTime(report.request_id, report.seconds) for report in loaded),
+            step=self._step,
         )
 
     def close(self) -> None:
@@ -235,9 +267,9 @@ class StoreWorkerSide:
         live_boot_id = self._session.live_boot_id  # before the table: what a sidecar that dies now said last is seen
         num_copied = 0
         for load in list(loads):
-            num_before = load.num_loaded
+            num_before = load.num_copied
             waits = self._copy_load(load, live_boot_id) is Arrival.ON_ITS_WAY
-            num_copied += max(0, load.num_loaded - num_before)
+            num_copied += max(0, load.num_copied - num_before)
             if closing or not waits or self._clock.now_s() >= load.until_s:
                 loads.remove(load)
                 self._report_load(load)
@@ -245,8 +277,9 @@ class StoreWorkerSide:
 
     def _copy_load(self, load: _Load, live_boot_id: bytes) -> Arrival:
         started_s = self._clock.now_s()
+        copy = self._copy_in if load.cursors is None else self._copy_from_back
         try:
-            arrival = self._copy_in(load, live_boot_id)
+            arrival = copy(load, live_boot_id)
         except Exception:  # outermost frame of the job: whatever it was, the load must be reported
             logger.exception("load failed request_id=%s", load.job.request_id)
             load.num_loaded = 0
@@ -263,16 +296,36 @@ class StoreWorkerSide:
             if load.arena is not None and self._copy_layers(load, load.arena, pages):
                 return Arrival.THERE if load.num_loaded == len(moves) else Arrival.LOST
         while load.num_loaded < len(moves):
-            arrival = self._look(load, live_boot_id)
+            arrival = self._look(load, moves[load.num_loaded], live_boot_id)
             if arrival is not Arrival.THERE:
                 return arrival
-            if pages is None or load.arena is None or self._clock.now_s() >= load.until_s:
+            if pages is None or self._clock.now_s() >= load.until_s:
                 return Arrival.LOST
-            move = moves[load.num_loaded]
-            pages.copy_in(move.block_id, _slot(load.arena, move.offset, pages.page_nbytes))
-            if not _is_current(load.arena, move):
+            if not _copy_block(load, moves[load.num_loaded], pages):
                 return Arrival.LOST
             load.num_loaded += 1
+        return Arrival.THERE
+
+    def _copy_from_back(self, load: _Load, live_boot_id: bytes) -> Arrival:
+        """Copy blocks, the last one first, as long as they are there and not the front's. THERE: the two have met."""
+        cursors, pages = load.cursors, self._pages
+        assert cursors is not None
+        while not cursors.met:
+            move = load.job.moves[cursors.back - 1]
+            arrival = self._look(load, move, live_boot_id)
+            if arrival is not Arrival.THERE:
+                return arrival
+            if pages is None or self._clock.now_s() >= load.until_s:
+                return Arrival.LOST
+            if not cursors.claim_back():
+                continue  # the front has just claimed it: they have met
+            good = False
+            try:
+                good = _copy_block(load, move, pages)
+            finally:
+                cursors.copied(good=good)
+            if not good:
+                return Arrival.LOST
         return Arrival.THERE
 
     def _copy_layers(self, load: _Load, arena: ClientArena, pages: LayeredPages) -> bool:
@@ -291,24 +344,39 @@ class StoreWorkerSide:
         load.num_loaded = _num_current(arena, moves)
         return True
 
-    def _look(self, load: _Load, live_boot_id: bytes) -> Arrival:
+    def _look(self, load: _Load, move: BlockMove, live_boot_id: bytes) -> Arrival:
         """Whether the next block is there; and if not, whether somebody is alive who brings it, or is being connected to."""
         job, session = load.job, self._session
         connecting = session.awaits(job.boot_id)
         if load.arena is None:
             load.arena = session.arena(job.boot_id)
-        arrival = Arrival.ON_ITS_WAY if load.arena is None else _arrival(load.arena, job.moves[load.num_loaded])
+        arrival = Arrival.ON_ITS_WAY if load.arena is None else _arrival(load.arena, move)
         if arrival is not Arrival.ON_ITS_WAY or connecting:
             return arrival
         brought = load.arena is not None and job.boot_id in (live_boot_id, session.live_boot_id)
         return arrival if brought else Arrival.LOST
 
     def _report_load(self, load: _Load) -> None:
-        job, num_loaded = load.job, load.num_loaded
-        failed = tuple(move.block_id for move in job.moves[num_loaded:]) + job.lost_block_ids
+        job, cursors = load.job, load.cursors
+        if cursors is None:
+            failed = tuple(move.block_id for move in job.moves[load.num_loaded :]) + job.lost_block_ids
+        else:
+            cursors.end()
+            failed = tuple(move.block_id for move in job.moves[cursors.front : cursors.back])
         if failed:
-            logger.warning("load incomplete request_id=%s loaded=%d failed=%d", job.request_id, num_loaded, len(failed))
-        self._reports.put(_Loaded(job.request_id, failed, num_loaded * self._page_nbytes(), load.copying_s))
+            logger.warning(
+                "load incomplete request_id=%s loaded=%d failed=%d", job.request_id, load.num_copied, len(failed)
+            )
+        self._reports.put(
+            _Loaded(
+                job.request_id,
+                failed,
+                load.num_copied * self._page_nbytes(),
+                load.copying_s,
+                self._clock.now_s() - load.started_s,
+                None if cursors is None else cursors.back,
+            )
+        )
         load.progress.end(0 if failed else ALL_LAYERS)
 
     # --- on the save thread ----------------------------------------------------------------------------------------------
@@ -372,6 +440,20 @@ def _steps(pages: LayeredPages) -> Iterable[range]:
     step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
     for first in range(0, pages.num_layers, step):
         yield range(first, min(first + step, pages.num_layers))
+
+
+def _cursors(job: LoadJob) -> FillCursors:
+    assert not job.lost_block_ids, "a load from the back ends with a block that is there"
+    return FillCursors(
+        len(job.moves), front_blocks=job.front_blocks, meet_block=job.meet_block, expected_s=job.expected_s
+    )
+
+
+def _copy_block(load: _Load, move: BlockMove, pages: Pages) -> bool:
+    """Whether the page has the block now: it was there before the copy, and still is."""
+    assert load.arena is not None, "the block was looked at"
+    pages.copy_in(move.block_id, _slot(load.arena, move.offset, pages.page_nbytes))
+    return _is_current(load.arena, move)
 
 
 def _slot(arena: ClientArena, offset: int, nbytes: int) -> NDArray[np.uint8]:
