@@ -35,7 +35,15 @@ from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
 from kvstore.engine_connector.engine.sequence import FinishReason
 from kvstore.engine_connector.engine.sequence import Sequence as EngineSequence
 from kvstore.engine_connector.fingerprint import weights_fingerprint
-from kvstore.engine_connector.protocol import Connector, LayerwiseScheduler, LayerwiseWorker, SessionHints
+from kvstore.engine_connector.protocol import (
+    BothEnds,
+    BothEndsScheduler,
+    BothEndsWorker,
+    Connector,
+    LayerwiseScheduler,
+    LayerwiseWorker,
+    SessionHints,
+)
 
 Prompt = str | Sequence[int]
 """Text (control tokens in it are recognised), or token ids, as from `tokenizer.encode_chat`."""
@@ -69,7 +77,8 @@ class LLM:
     does not depend on the store, on the batch, nor on preemption, except where the two best logits lie within
     tie_epsilon (ARCHITECTURE.md, "the same tokens"). At most `max_waiting` requests of add_request and stream wait,
     besides those for which the batch has room; more are refused. `layerwise`: attend to loads while they arrive, and save
-    while computing, layer by layer, if the connector can; on a CPU that is no faster (benchmarks/layerwise.py). `device`:
+    while computing, layer by layer, if the connector can; on a CPU that is no faster (benchmarks/layerwise.py). `both_ends`:
+    compute a prompt's first blocks while the connector loads its last ones, where it says that this pays. `device`:
     where weights and pages are, "cpu" or "cuda"; how far tokens of a GPU depend on the batch is not measured yet. Raises
     ConfigError for a model file or setting that cannot work.
     """
@@ -90,6 +99,7 @@ class LLM:
         prefix_caching: bool = True,
         hash_seed: str = "",
         layerwise: bool = False,
+        both_ends: bool = True,
         device: str = "cpu",
         clock: Clock | None = None,
     ) -> None:
@@ -133,6 +143,7 @@ class LLM:
             self.tokenizer.stop_ids,
             self._runner.copy_page,
             layerwise=scheduler_by_layers,
+            both_ends=_both_ends(self._connector, chunk_tokens) if both_ends else None,
         )
         self._max_batch = max_batch
         self._admission = Admission(max_waiting)
@@ -310,7 +321,7 @@ class LLM:
         """One step; deltas of generate and stream go to their inboxes, the others wait for `step`."""
         num_admitted = self._scheduler.num_admitted
         step = self._scheduler.schedule()
-        waits = self._scheduler.has_unfinished or self.is_draining
+        waits = (self._scheduler.has_unfinished or self.is_draining) and not self._scheduler.fills_next
         try:
             result = self._runner.execute(step, idle_wait_s=IDLE_WAIT_S if waits else 0.0)
         except BaseException:  # Ctrl-C, or no memory: the worker will never speak of jobs that it has not got
@@ -434,6 +445,15 @@ def _layerwise(connector: Connector) -> tuple[LayerwiseScheduler, LayerwiseWorke
     if isinstance(scheduler, LayerwiseScheduler) and isinstance(worker, LayerwiseWorker):
         return scheduler, worker
     return None, None
+
+
+def _both_ends(connector: Connector, chunk_tokens: int) -> BothEnds | None:
+    """Likewise."""
+    scheduler, worker = connector
+    if isinstance(scheduler, BothEndsScheduler) and isinstance(worker, BothEndsWorker):
+        scheduler.use_both_ends(chunk_tokens)
+        return BothEnds(scheduler, worker)
+    return None
 
 
 def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: str, hashing: HashScheme) -> KVSpec:

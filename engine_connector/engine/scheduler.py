@@ -23,6 +23,13 @@ if the load fails or is late nothing but the chunk is lost:
     waiting -> waiting for KV, chunk in the same step -> load good: the chunk counts, running
                                                       -> load failed: the chunk is void, running from the first failed block
                                                       -> load late, or the step broke off: the chunk is void, waiting for KV
+
+With `both_ends`, a request whose load is filled from the back is computed from the front while it waits: chunks by rank and
+within the budget as for running ones, each as long as the worker says that its blocks are the front's. When the load is over
+it runs, and where a chunk comes to the first block that is filled it goes on behind the last one, as if all were loaded:
+
+    waiting for KV, chunks at the front -> load over ------------------------------> running, front and back have met
+                                        -> load over before the chunks are there --> running, chunks up to what is filled
 """
 
 import bisect
@@ -33,9 +40,15 @@ from dataclasses import dataclass, replace
 
 from kvstore.engine_connector.engine.block_manager import BlockManager
 from kvstore.engine_connector.engine.sampler import SampledToken
-from kvstore.engine_connector.engine.sequence import Counts, FinishReason, Rank, Sequence, Status
+from kvstore.engine_connector.engine.sequence import Counts, Fill, FinishReason, Rank, Sequence, Status
 from kvstore.engine_connector.engine.step import ScheduledSequence, Step
-from kvstore.engine_connector.protocol import LayerwiseScheduler, ScheduledRequest, SchedulerSide, WorkerOutput
+from kvstore.engine_connector.protocol import (
+    BothEnds,
+    LayerwiseScheduler,
+    ScheduledRequest,
+    SchedulerSide,
+    WorkerOutput,
+)
 
 CopyPage = Callable[[int, int], None]
 """Copies the content of one page (the first) to another, at once. Called between steps only."""
@@ -73,6 +86,7 @@ class Scheduler:
         copy_page: CopyPage,
         *,
         layerwise: LayerwiseScheduler | None = None,
+        both_ends: BothEnds | None = None,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -80,6 +94,8 @@ class Scheduler:
         self._stop_ids = stop_ids
         self._copy_page = copy_page
         self._layerwise = layerwise
+        self._both_ends = both_ends
+        self.fills_next = False  # a load from the back began in this step: the next one can compute at its front
         self._waiting: list[Sequence] = []  # each list by rank
         self._running: list[Sequence] = []
         self._loading: dict[str, Sequence] = {}
@@ -154,6 +170,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step's work, by rank, and have the connector add its loads and saves."""
         self._free_drained()
+        self.fills_next = False
         preempted: set[str] = set()
         decodes = self._schedule_decodes(preempted)
         chunks = self._schedule_chunks()
@@ -171,12 +188,16 @@ class Scheduler:
         self, step: Step, sampled: Seq[SampledToken], output: WorkerOutput, void: Collection[str] = ()
     ) -> list[Sequence]:
         """Take a step's results: `num_samples` tokens for each share, in order of `step.scheduled`, except for those of the
-        requests `void`, whose load did not come in time.
+        requests `void`, whose load did not come in time. A load that failed may end a request, and its share counts no more.
 
         Returns the sequences that got a token, new samples among them. They may be finished.
         """
         self.take_output(output)
-        shares = [share for share in step.scheduled if share.sequence.request_id not in void]
+        shares = [
+            share
+            for share in step.scheduled
+            if share.sequence.request_id not in void and share.sequence.finish_reason is None
+        ]
         for share in shares:
             self._advance(share)
         grown: list[Sequence] = []
@@ -213,6 +234,13 @@ class Scheduler:
             assert all(sequence.status is status for sequence in sequences)
             assert sequences == sorted(sequences, key=_rank)
         assert all(sequence.status is Status.WAITING_FOR_KV for sequence in self._loading.values())
+        assert not any(sequence.fill for sequence in (*self._waiting, *self._draining.values()))
+        for sequence in (*self._running, *self._loading.values()):
+            if fill := sequence.fill:
+                assert (fill.filled_from is None) == (sequence.status is Status.WAITING_FOR_KV)
+                last = fill.end if fill.filled_from is None else fill.filled_from
+                step = self._config.block_tokens
+                assert fill.first * step <= sequence.num_computed_tokens <= last * step < sequence.num_tokens
         assert all(sequence.status is Status.FINISHED for sequence in self._draining.values())
         live = (*self._waiting, *self._running, *self._loading.values())
         assert Counter(i for sequence in live for i in sequence.sample_ids) == Counter(self._live_ids)
@@ -281,28 +309,46 @@ class Scheduler:
         self._blocks.free(victim.block_ids)
         victim.block_ids = []
         victim.num_computed_tokens = 0
+        victim.fill = None
         victim.counts.preemptions += 1
         victim.status = Status.WAITING
         bisect.insort(self._waiting, victim, key=_rank)
 
     def _schedule_chunks(self) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
-        for sequence in self._running:
+        filling = [sequence for sequence in self._loading.values() if sequence.fill is not None]
+        for sequence in sorted((*self._running, *filling), key=_rank) if filling else self._running:
             if sequence.num_computed_tokens < sequence.num_tokens - 1 and not self._add_chunk(sequence, chunks):
                 break
         return chunks
 
     def _add_chunk(self, sequence: Sequence, chunks: list[ScheduledSequence]) -> bool:
-        """Schedule the sequence up to the next multiple of chunk_tokens, if this step has room for it."""
+        """Schedule the sequence up to the next multiple of chunk_tokens, if this step has room for it; of one whose load is
+        filled from the back, what of that is the front's, which may be nothing yet."""
         chunk = self._next_chunk(sequence, sequence.num_computed_tokens)
         if not self._has_room(chunk, chunks):
             return False
-        chunks.append(chunk)
+        if sequence.status is Status.WAITING_FOR_KV:
+            chunk = replace(chunk, num_tokens=self._claimed_end(chunk) - chunk.start)
+        if chunk.num_tokens > 0:
+            chunks.append(chunk)
         return True
 
     def _next_chunk(self, sequence: Sequence, start: int) -> ScheduledSequence:
-        size = self._config.chunk_tokens
-        return ScheduledSequence(sequence, start, min((start // size + 1) * size, sequence.num_tokens) - start)
+        size, fill = self._config.chunk_tokens, sequence.fill
+        end = min((start // size + 1) * size, sequence.num_tokens)
+        if fill is not None:
+            filled_from = fill.end if fill.filled_from is None else fill.filled_from
+            end = min(end, filled_from * self._config.block_tokens)
+        return ScheduledSequence(sequence, start, end - start)
+
+    def _claimed_end(self, chunk: ScheduledSequence) -> int:
+        """Up to which token the front may compute; whole blocks, since the back copies whole blocks."""
+        fill, step = chunk.sequence.fill, self._config.block_tokens
+        assert self._both_ends is not None
+        assert fill is not None
+        wanted = chunk.end // step - fill.first
+        return (fill.first + self._both_ends.worker.claim_front(chunk.sequence.request_id, wanted)) * step
 
     def _has_room(self, chunk: ScheduledSequence, chunks: list[ScheduledSequence]) -> bool:
         return sum(each.num_tokens for each in chunks) + chunk.num_tokens <= self._config.chunk_tokens
@@ -328,12 +374,25 @@ class Scheduler:
             del self._waiting[0]
             self._allocate(sequence, matched, num_new)
             if sequence.status is not Status.RUNNING:
-                self._attend_while_loading(sequence, chunks)
+                if not self._fill_from_both_ends(sequence):
+                    self._attend_while_loading(sequence, chunks)
                 continue
             if sequence.num_computed_tokens == sequence.num_tokens - 1:
                 decodes.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))
             elif not self._add_chunk(sequence, chunks):
                 return
+
+    def _fill_from_both_ends(self, sequence: Sequence) -> bool:
+        """Whether the load that has just started is from the back. The worker gets it in this step, so the front begins in the
+        next one."""
+        if self._both_ends is None or not self._both_ends.scheduler.fill_from_back(sequence):
+            return False
+        step = self._config.block_tokens
+        assert sequence.num_loading_tokens % step == 0, "no tail is loaded from the back"
+        first = sequence.num_computed_tokens // step
+        sequence.fill = Fill(first, first + sequence.num_loading_tokens // step)
+        self.fills_next = True
+        return True
 
     def _num_slots(self) -> int:
         return sum(sequence.num_samples for sequence in (*self._running, *self._loading.values()))
@@ -383,22 +442,52 @@ class Scheduler:
         ours."""
         for request_id in output.finished_loading & self._loading.keys():
             sequence = self._loading[request_id]
-            first, step = sequence.num_computed_tokens // self._config.block_tokens, self._config.block_tokens
-            loaded = sequence.block_ids[first : first + -(-sequence.num_loading_tokens // step)]
-            good = next((i for i, page in enumerate(loaded) if page in output.failed_block_ids), len(loaded))
-            num_loaded = min(good * step, sequence.num_loading_tokens)  # the last block may be the prompt's tail
-            sequence.num_loading_tokens = 0
-            sequence.num_computed_tokens += num_loaded
-            sequence.counts.fetched += num_loaded
-            sequence.counts.resumed += num_loaded if sequence.counts.preemptions else 0
-            self._publish(sequence, first, first + num_loaded // step)
-            if good < len(loaded) and sequence.options.load_failure == "fail":
-                sequence.error = f"{len(loaded) - good} of {len(loaded)} blocks did not come from the store"
+            problem = self._take_load(sequence, output)
+            if problem and sequence.options.load_failure == "fail":
+                sequence.error = problem
                 self._failed.append(sequence)
                 self._finish(sequence, FinishReason.ERROR)
             else:
                 del self._loading[request_id]
                 self._run(sequence)
+
+    def _take_load(self, sequence: Sequence, output: WorkerOutput) -> str:
+        """What came counts as computed, if all before it is. What did not, in words; a block that the front has got first is
+        none of that."""
+        step, fill = self._config.block_tokens, sequence.fill
+        if fill is not None:
+            filled = [each.first_block for each in output.filled_from if each.request_id == sequence.request_id]
+            # Without a word of it the worker never got the load, and its pages are all to be computed.
+            fill.filled_from = fill.first + filled[0] if filled else fill.end
+            sequence.num_loading_tokens = 0
+            self._meet(sequence)
+            loaded = sequence.block_ids[fill.first : fill.end]
+            return _problem(sum(page in output.failed_block_ids for page in loaded), len(loaded))
+        first = sequence.num_computed_tokens // step
+        loaded = sequence.block_ids[first : first + -(-sequence.num_loading_tokens // step)]
+        good = next((i for i, page in enumerate(loaded) if page in output.failed_block_ids), len(loaded))
+        num_loaded = min(good * step, sequence.num_loading_tokens)  # the last block may be the prompt's tail
+        sequence.num_loading_tokens = 0
+        self._count_fetched(sequence, num_loaded)
+        self._publish(sequence, first, first + num_loaded // step)
+        return _problem(len(loaded) - good, len(loaded))
+
+    def _meet(self, sequence: Sequence) -> None:
+        """If the load is over and the front has come to what it filled, go on behind that."""
+        fill, step = sequence.fill, self._config.block_tokens
+        if fill is None or fill.filled_from is None or sequence.num_computed_tokens < fill.filled_from * step:
+            return
+        assert sequence.num_computed_tokens == fill.filled_from * step
+        num_filled = (fill.end - fill.filled_from) * step
+        self._count_fetched(sequence, num_filled)
+        sequence.counts.filled_back += num_filled
+        self._publish(sequence, fill.filled_from, fill.end)
+        sequence.fill = None
+
+    def _count_fetched(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.num_computed_tokens += num_tokens
+        sequence.counts.fetched += num_tokens
+        sequence.counts.resumed += num_tokens if sequence.counts.preemptions else 0
 
     def _advance(self, share: ScheduledSequence) -> None:
         """The share's KV is in the pages: blocks that it completed can be found from now on."""
@@ -408,6 +497,11 @@ class Scheduler:
             sequence.counts.prefilled += share.num_tokens
         sequence.num_computed_tokens = share.end
         self._publish(sequence, share.start // step, share.end // step)
+        if sequence.fill is not None:
+            sequence.counts.filled_front += share.num_tokens
+            if sequence.fill.filled_from is None:
+                sequence.num_loading_tokens -= share.num_tokens
+            self._meet(sequence)
 
     def _publish(self, sequence: Sequence, first: int, last: int) -> None:
         if sequence.cache.no_store:
@@ -431,6 +525,7 @@ class Scheduler:
             self._running.remove(sequence)
         else:
             del self._loading[sequence.request_id]
+        sequence.fill = None
         self._live_ids.difference_update(sequence.sample_ids)
         self._counts_of_finished += sequence.counts
         sequence.finish(reason)
@@ -446,6 +541,10 @@ class Scheduler:
             sequence = self._draining.pop(request_id)
             self._blocks.free(sequence.block_ids)
             sequence.block_ids = []
+
+
+def _problem(num_failed: int, num_blocks: int) -> str:
+    return f"{num_failed} of {num_blocks} blocks did not come from the store" if num_failed else ""
 
 
 def _rank(sequence: Sequence) -> Rank:

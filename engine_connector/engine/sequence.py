@@ -25,7 +25,7 @@ class Status(enum.Enum):
     """Where a sequence is. Only RUNNING ones are computed; only WAITING ones own no pages."""
 
     WAITING = enum.auto()  # new, or preempted
-    WAITING_FOR_KV = enum.auto()  # pages allocated, a load writes them
+    WAITING_FOR_KV = enum.auto()  # pages allocated, a load writes them; computed at the front of a load from the back
     RUNNING = enum.auto()
     FINISHED = enum.auto()  # pages are kept while the connector still reads or writes them
 
@@ -55,6 +55,8 @@ class Counts:
     local_cached: int = 0  # found in the engine's own pages
     fetched: int = 0  # loaded from the store; what failed to load is not in it
     resumed: int = 0  # of those fetched: after a preemption
+    filled_front: int = 0  # of those prefilled: at the front of a load from the back, until it was over
+    filled_back: int = 0  # of those fetched: by loads from the back
     generated: int = 0
     preemptions: int = 0
 
@@ -63,9 +65,20 @@ class Counts:
         self.local_cached += other.local_cached
         self.fetched += other.fetched
         self.resumed += other.resumed
+        self.filled_front += other.filled_front
+        self.filled_back += other.filled_back
         self.generated += other.generated
         self.preemptions += other.preemptions
         return self
+
+
+@dataclass(slots=True)
+class Fill:
+    """Blocks of a sequence that are filled from both ends: computed from `first` on, copied from `end` on backwards."""
+
+    first: int  # both are indices in the table
+    end: int
+    filled_from: int | None = None  # once the load is over: what is before is computed, what is behind is in its pages
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,6 +100,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)  # page of each block
     num_computed_tokens: int = 0  # tokens whose KV is in the pages and confirmed
     num_loading_tokens: int = 0  # beyond num_computed_tokens, being loaded
+    fill: Fill | None = None  # from the start of a load from the back until front and back have met
     num_asks_ahead: int = 0  # how often the connector was asked about it before it had pages
     block_hashes: list[bytes] = field(default_factory=list)
     logit_gaps: list[float] = field(default_factory=list)
