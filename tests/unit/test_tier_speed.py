@@ -1,0 +1,202 @@
+"""What is learned of a tier, from reads that overlap as they like: latency, bandwidth, queue, stalls, probes."""
+
+import random
+
+import pytest
+from small_tier import SmallTier, log_normal
+
+from kvstore.costs import LoadCost
+from kvstore.tier_speed import PROBE_INTERVAL_S, STALL_S, TierSpeed
+
+MB = 1_000_000
+PRIOR = LoadCost(0.001, 1e9)
+
+
+def learned(speed: TierSpeed) -> LoadCost:
+    assert speed.cost is not None
+    return speed.cost
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize("prior", [None, LoadCost(0.001, 1e9), LoadCost(0.0001, 20e9), LoadCost(0.02, 1e8)])
+@pytest.mark.parametrize("true", [LoadCost(0.0001, 6.5e9), LoadCost(0.05, 2e8), LoadCost(0.002, 5e6)])
+def test_the_bandwidth_comes_out_right_however_reads_share_the_tier(true: LoadCost, prior: LoadCost | None, depth: int):
+    """Bursts of 64 reads, one after the other or eight at once. What latency each of several reads has behind another one
+    is part of the tier's bandwidth, as it is of every load's time."""
+    tier = SmallTier(TierSpeed(prior), bytes_per_s=true.bytes_per_s, latency_s=true.latency_s, depth=depth)
+    for _ in range(12):
+        tier.order(64, MB)
+        tier.run()
+        tier.rest(0.1)
+
+    started_s = tier.now_s
+    tier.order(64, MB)
+    tier.run()
+
+    assert learned(tier.speed).load_s(64 * MB) == pytest.approx(tier.now_s - started_s, rel=0.12)
+
+
+def test_reads_that_are_timed_alone_would_look_eight_times_too_slow():
+    """Eight at once on a tier of 1 GB/s: each takes 8 ms for its megabyte, and still it is 1 GB/s."""
+    tier = SmallTier(TierSpeed(), bytes_per_s=1e9, depth=8)
+    for _ in range(5):
+        tier.order(80, MB)
+        tier.run()
+    assert learned(tier.speed).bytes_per_s == pytest.approx(1e9, rel=0.02)
+
+
+def test_a_tier_that_is_never_idle_is_measured_too():
+    tier = SmallTier(TierSpeed(PRIOR), bytes_per_s=4e9, latency_s=0.0005)
+    tier.order(100, 2 * MB)
+    for _ in range(40):
+        tier.run(most=20)
+        tier.order(20, 2 * MB)
+    assert learned(tier.speed).bytes_per_s == pytest.approx(4e9, rel=0.1)
+    assert tier.speed.num_samples > 5
+
+
+def test_latency_is_learned_from_small_reads():
+    tier = SmallTier(TierSpeed(PRIOR), bytes_per_s=1e9, latency_s=0.02)
+    for _ in range(20):
+        tier.order(1, 16_384)
+        tier.run()
+        tier.rest(0.01)
+    cost = learned(tier.speed)
+    assert cost.latency_s == pytest.approx(0.02, rel=0.1)
+    assert cost.bytes_per_s == pytest.approx(1e9), "so few bytes say nothing about bandwidth"
+
+
+def test_heavy_tailed_jitter_leaves_the_estimate_near_the_truth():
+    """Log-normal with sigma 1: one read in a hundred takes more than 6 times the mean."""
+    tier = SmallTier(
+        TierSpeed(PRIOR), bytes_per_s=2e9, latency_s=0.001, depth=4, jitter=log_normal(random.Random(1), 1.0)
+    )
+    estimates = []
+    for _ in range(60):
+        tier.order(50, MB)
+        tier.run()
+        tier.rest(0.05)
+        estimates.append(learned(tier.speed).bytes_per_s)
+    assert sorted(estimates)[30] == pytest.approx(2e9, rel=0.15)
+    assert all(0.5 < estimate / 2e9 < 2 for estimate in estimates[3:])
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_four_windows_after_a_sudden_tenfold_change_the_estimate_is_within_a_third(factor: float):
+    tier = SmallTier(TierSpeed(PRIOR), bytes_per_s=1e9, latency_s=0.00001)
+    for _ in range(10):
+        tier.order(60, MB)
+        tier.run()
+    tier.bytes_per_s *= factor
+    before = tier.speed.num_samples
+    while tier.speed.num_samples < before + 4:
+        tier.order(10, MB)
+        tier.run()
+    assert 2 / 3 < learned(tier.speed).bytes_per_s / (1e9 * factor) < 1.5
+
+
+def test_what_is_queued_is_quoted_and_cancelled():
+    tier = SmallTier(TierSpeed(PRIOR), bytes_per_s=1e9)
+    tier.order(20, MB)
+    quote = tier.speed.quote(tier.now_s)
+    assert quote is not None
+    assert quote.queued_bytes == 20 * MB
+    tier.run(most=8)
+    tier.cancel_queued()
+    quote = tier.speed.quote(tier.now_s)
+    assert quote is not None
+    assert quote.queued_bytes == len(tier.begun) * MB
+    tier.run()
+    assert tier.speed.queued_bytes == 0
+
+
+def test_what_was_cancelled_before_it_began_says_nothing_about_speed():
+    speed = TierSpeed(PRIOR)
+    for second in range(10):
+        speed.ordered(50 * MB, second)
+        speed.cancelled(50 * MB, second + 0.9)
+    assert speed.cost == pytest.approx(PRIOR)
+    speed.check()
+
+
+def test_a_stalled_tier_is_not_quoted_until_something_comes():
+    tier = SmallTier(TierSpeed(PRIOR), bytes_per_s=1e9)
+    tier.order(20, MB)
+    tier.run(most=3)
+    tier.run(until_s=tier.now_s + 1e-5)
+    assert tier.begun
+    tier.bytes_per_s = 0.0
+    assert tier.speed.quote(tier.now_s + 0.9 * STALL_S) is not None
+    tier.rest(1.1 * STALL_S)
+    assert tier.speed.quote(tier.now_s) is None
+    tier.cancel_queued()
+    assert tier.speed.quote(tier.now_s) is None, "those that were begun are still out"
+    tier.bytes_per_s = 1e9
+    tier.run()
+    assert tier.speed.quote(tier.now_s) is not None
+
+
+def test_a_slow_tier_is_not_stalled():
+    """A megabyte takes 2 s and eight come at once: a read is there every 16 s."""
+    tier = SmallTier(TierSpeed(LoadCost(0.001, 5e5)), bytes_per_s=5e5)
+    tier.order(8, MB)
+    assert tier.speed.quote(tier.now_s + 15.9) is not None
+
+
+def test_errors_are_answers_but_no_bytes():
+    speed = TierSpeed(PRIOR)
+    speed.ordered(MB, 0.0)
+    speed.ordered(MB, 0.0)
+    speed.ended(MB, 0.19, ok=False)
+    assert speed.quote(0.3) is not None
+    speed.ended(MB, 0.35, ok=False)
+    assert speed.cost == pytest.approx(PRIOR)
+
+
+def test_a_tier_that_is_never_used_is_probed_now_and_then():
+    speed = TierSpeed()
+    assert speed.quote(0.0) is None, "nothing is known"
+    probed_at_s = []
+    for tenth in range(100):
+        now_s = tenth / 10
+        if speed.wants_probe(now_s):
+            speed.probing(now_s)
+            probed_at_s.append(now_s)
+    assert 4 <= len(probed_at_s) <= 10 / PROBE_INTERVAL_S + 1
+    tier = SmallTier(speed, bytes_per_s=1e9)
+    tier.now_s = 20.0
+    tier.order(1, MB)
+    tier.run()
+    assert speed.quote(20.1) is not None
+    assert not speed.wants_probe(20.1)
+    assert speed.wants_probe(22.2)
+
+
+def test_a_tier_in_use_is_not_probed():
+    speed = TierSpeed(PRIOR)
+    speed.ordered(MB, 100.0)
+    assert not speed.wants_probe(200.0)
+
+
+def test_a_tier_that_became_faster_while_it_was_out_of_use_is_found_by_its_probes():
+    """Believed to be at 20 MB/s after a bad hour, truly at 2 GB/s: a dozen probes of 8 MB and it is within half."""
+    tier = SmallTier(TierSpeed(LoadCost(0.001, 2e7)), bytes_per_s=2e9)
+    for _ in range(8):
+        tier.rest(PROBE_INTERVAL_S * 1.1)
+        assert tier.speed.wants_probe(tier.now_s)
+        tier.speed.probing(tier.now_s)
+        tier.order(8, MB)
+        tier.run()
+    assert learned(tier.speed).bytes_per_s > 1e9
+
+
+def test_a_prior_counts_only_until_there_are_samples():
+    speed = TierSpeed(PRIOR)
+    speed.set_prior(LoadCost(0.002, 2e9))
+    assert learned(speed).bytes_per_s == pytest.approx(2e9)
+    tier = SmallTier(speed, bytes_per_s=2e9)
+    tier.order(10, MB)
+    tier.run()
+    known = speed.cost
+    speed.set_prior(PRIOR)
+    assert speed.cost == known
