@@ -9,7 +9,7 @@ owner, who is asked for all of them, makes up for it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -46,22 +46,23 @@ class LinkDescriptor(NamedTuple):
     payload: bytes
 
 
-class Node(NamedTuple):
+class Node(msgspec.Struct, frozen=True):
     """A node as it describes itself. A restarted node has the same `node_id` and a larger `epoch`: what its earlier life
-    published is void. `control_address` is where its peers' calls go; `links` in the order of its preference."""
+    published is void. `control_address` is where its peers' calls go; `links` in the order of its preference. It travels as a
+    msgpack map, in which a reader passes over fields that it does not know."""
 
     node_id: str
     epoch: int
     control_address: str
-    links: tuple[LinkDescriptor, ...]
+    links: tuple[LinkDescriptor, ...] = ()
     sample_every: int = 1
 
     def encode(self) -> bytes:
-        """As it travels: msgpack."""
+        """As it travels."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decode(cls, encoded: bytes) -> "Node":
+    def decode(cls, encoded: bytes) -> Self:
         """The inverse of `encode`. Raises RemoteProtocolError when it is no node's description."""
         if len(encoded) > MAX_NODE_BYTES:
             raise RemoteProtocolError(

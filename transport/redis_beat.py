@@ -102,12 +102,13 @@ class Change(NamedTuple):
 
 class BeatAnswer(NamedTuple):
     """`is_superseded`: a later life of ours is there; nothing else was answered. `is_whole`: all nodes are in `changes`, and
-    who is not may have gone with the server's memory."""
+    who is not may have gone with the server's memory. `rubbish`: what is wrong with nodes that are passed over."""
 
     is_superseded: bool
     is_whole: bool
     changes: tuple[Change, ...]
     gone: tuple[str, ...]
+    rubbish: tuple[str, ...]
     nbytes: int
 
 
@@ -132,15 +133,21 @@ class Beat:
         answer = self._call(evaluate, _encode_head(head), ttl_s, "beat")
         try:
             run, last, is_whole, there, gone = answer
-            nbytes = sum(map(len, there)) + sum(map(len, gone)) + 64
-            changes = tuple(_change(*there[at : at + 3]) for at in range(0, len(there), 3))
             gone_ids = tuple(who.decode() for who in gone)
-        except (TypeError, ValueError, UnicodeDecodeError) as err:
+            nbytes = sum(map(len, there)) + sum(map(len, gone)) + 64
+        except (TypeError, ValueError) as err:
             raise RemoteProtocolError(f"directory: {err}", field="directory", value=str(answer)[:200]) from err
-        if last < 0:
-            return BeatAnswer(is_superseded=True, is_whole=False, changes=(), gone=(), nbytes=nbytes)
-        self._run, self._known = run, last
-        return BeatAnswer(False, bool(is_whole), changes, gone_ids, nbytes)  # noqa: FBT003
+        changes, rubbish = _changes(there)
+        if last >= 0:
+            self._run, self._known = run, last
+        return BeatAnswer(
+            is_superseded=last < 0,
+            is_whole=bool(is_whole),
+            changes=changes,
+            gone=gone_ids,
+            rubbish=rubbish,
+            nbytes=nbytes,
+        )
 
     def leave(self, evaluate: Callable[..., Any]) -> None:
         """Not alive any more, at once."""
@@ -156,8 +163,23 @@ def _encode_head(head: Head) -> str:
     return " ".join(map(str, head))
 
 
+def _changes(there: list[bytes]) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """Triples as they come. One that is wrong (another program's, a later version's) costs nobody else's."""
+    changes: list[Change] = []
+    rubbish: list[str] = []
+    for at in range(0, len(there) - 2, 3):
+        try:
+            changes.append(_change(*there[at : at + 3]))
+        except (ValueError, RemoteProtocolError) as err:
+            rubbish.append(f"{there[at][:128]!r}: {err}")
+    return tuple(changes), tuple(rubbish)
+
+
 def _change(node_id: bytes, head: bytes, node: bytes) -> Change:
     numbers = [int(word) for word in head.split()]
     if len(numbers) != len(Head._fields) or not 0 <= numbers[3] <= numbers[4]:
-        raise ValueError(f"head: {head!r} is none")
-    return Change(node_id.decode(), Head(*numbers), Node.decode(node[EPOCH_DIGITS:]) if node else None)
+        raise ValueError(f"head: {head[:128]!r} is none")
+    described = Node.decode(node[EPOCH_DIGITS:]) if node else None
+    if described and (described.node_id.encode() != node_id or described.epoch != numbers[0]):
+        raise ValueError(f"node: says it is {described.node_id} {described.epoch}, its head that of {numbers[0]}")
+    return Change(node_id.decode(), Head(*numbers), described)

@@ -15,11 +15,12 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 import redis.cluster
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
 from kvstore.core.clock import Clock, MonotonicClock
@@ -53,7 +54,7 @@ INTERVAL_PER_NODE_S = 0.003
 TTL_TURNS = 4
 """A node may miss so many turns and is alive still."""
 
-BACKOFF_S = (0.1, 5.0)
+BACKOFF_S = (0.1, 2.0)
 """First and longest pause after a call that failed; doubles in between, with jitter."""
 
 Client = redis.Redis | redis.cluster.RedisCluster
@@ -61,19 +62,29 @@ Connect = Callable[[], Client]
 _FAILURES = (RedisError, RedisClusterException, OSError)
 
 
-def connector(url: str, *, is_cluster: bool = False, deadline_s: float = 0.5) -> Connect:
-    """What makes a client for `redis://`, `rediss://` or `unix://`. Each call of the client ends within `deadline_s` of the
-    last byte. Raises ConfigError for a URL that is none; connects only when called."""
-    if not re.match(r"(rediss?|unix)://", url):
-        raise ConfigError("url: use redis://, rediss:// or unix://", field="url", value=url.rsplit("@", maxsplit=1)[-1])
+def connector(*urls: str, is_cluster: bool = False, deadline_s: float = 0.5) -> Connect:
+    """What makes a client for `redis://`, `rediss://` or `unix://`; of a cluster, for any of its servers that answers. Each call
+    of the client ends when nothing has come for `deadline_s`. Raises ConfigError for a URL that is none; connects only when
+    called."""
+    kinds = r"rediss?://" if is_cluster else r"(rediss?|unix)://"
+    for url in urls:
+        if not re.match(kinds, url):
+            raise ConfigError(f"url: use {kinds}", field="url", value=url.rsplit("@", maxsplit=1)[-1])
+    if not urls or (len(urls) > 1 and not is_cluster):
+        raise ConfigError(f"url: {len(urls)} given; use one, or several of a cluster", field="url", value=len(urls))
     options: dict[str, Any] = {
         "socket_timeout": deadline_s,
         "socket_connect_timeout": deadline_s,
         "retry": Retry(NoBackoff(), 0),  # a failure is ours to see: it may mean a restarted server
     }
-    if is_cluster:
-        return lambda: redis.cluster.RedisCluster.from_url(url, **options)
-    return lambda: redis.Redis.from_url(url, **options)
+    if not is_cluster:
+        return lambda: redis.Redis.from_url(urls[0], **options)
+    servers = [(place.hostname or "localhost", place.port or 6379) for place in map(urlsplit, urls)]
+    return lambda: redis.cluster.RedisCluster(
+        url=urls[0],
+        startup_nodes=[redis.cluster.ClusterNode(*server) for server in servers],  # type: ignore[no-untyped-call]
+        **options,
+    )
 
 
 class RedisDirectory:
@@ -271,12 +282,20 @@ class RedisDirectory:
         with client.pipeline(transaction=False) as pipeline:
             pipeline.strlen(key)
             pipeline.pexpire(key, int(LOG_TTL_S * 1000))
-            return int(pipeline.execute()[0])
+            length: int | Exception = pipeline.execute(raise_on_error=False)[0]
+        if isinstance(length, ResponseError):
+            return -1  # somebody made it a list: as good as lost
+        if isinstance(length, Exception):
+            raise length
+        return length
 
     def _hear(self, answer: BeatAnswer, ttl_s: float) -> None:
         """Who is there, who has gone. A list without somebody we know, from a server that was restarted, is no proof."""
         now_s = self._clock.now_s()
         self._received_bytes += answer.nbytes
+        self._failures += len(answer.rubbish)
+        for wrong in answer.rubbish:
+            _log.warning("directory: passed over %s", wrong)
         for node_id, head, node in answer.changes:
             if node is not None:
                 self._descriptions[node_id] = node
@@ -303,8 +322,11 @@ class RedisDirectory:
             for node_id, at, length in wanted:
                 start = at.offset * RECORD_NBYTES
                 pipeline.getrange(self._key(node_id, at), start, start + length - 1)
-            parts = pipeline.execute()
+            parts: list[bytes | Exception] = pipeline.execute(raise_on_error=False)
         for (node_id, at, length), records in zip(wanted, parts, strict=True):
+            if isinstance(records, Exception):
+                self._pass_over(node_id, records)
+                continue
             self._received_bytes += len(records)
             if len(records) < length and at.generation != self._heads[node_id].generation:
                 self._from_start.add(node_id)
@@ -336,10 +358,14 @@ class RedisDirectory:
         try:
             self._snapshot.apply(node_id, chunk)
         except KVStoreError as err:
-            self._failures += 1
-            _log.warning("directory: peer=%s error=%s", node_id, err)
+            self._pass_over(node_id, err)
         else:
             self._from_start.discard(node_id)
+
+    def _pass_over(self, node_id: str, err: Exception) -> None:
+        """What is wrong with one node's log costs no other's. Tried again in the next turn."""
+        self._failures += 1
+        _log.warning("directory: peer=%s error=%s", node_id, err)
 
     def _leave(self) -> None:
         if self._client is None:
