@@ -19,6 +19,7 @@ NAMES = (
     "disaggregation",
     "layerwise",
     "chats",
+    "published_ttft",
 )
 
 _HEAD = """# Results

@@ -36,6 +36,11 @@ class ModelRow(NamedTuple):
     source: str
     note: str
 
+    @property
+    def attending_layers(self) -> int:
+        """Layers that keep K and V; the others of a hybrid model keep a state of fixed size."""
+        return self.layers if self.window_tokens else self.full_layers
+
 
 class GpuRow(NamedTuple):
     """A GPU. Rates of one; peaks are dense FLOP/s; 0 stands for "not known"."""
@@ -132,7 +137,7 @@ def first_rate(text: str) -> float:
 
 
 def _rows(name: str) -> Iterator[dict[str, str]]:
-    with resources.files("kvstore.tables").joinpath(name).open(newline="", encoding="utf-8") as file:
+    with resources.files("kvstore.tables").joinpath(name).open(encoding="utf-8") as file:
         reader = csv.DictReader(file)
         for row in reader:
             if None in row or None in row.values():
