@@ -312,7 +312,9 @@ class Client:
 
     def explain(self, *, request_id: str = "", last: int = 0) -> list[pb.PlanRecord]:
         """The last plans, newest first: of one request, or of all; 0: ten."""
-        return list(self._call(Verb.EXPLAIN, pb.ExplainRequest(request_id=request_id, last=last), pb.ExplainReply).plans)
+        return list(
+            self._call(Verb.EXPLAIN, pb.ExplainRequest(request_id=request_id, last=last), pb.ExplainReply).plans
+        )
 
     def stats(self) -> pb.StatsReply:
         """Bytes, blocks, sessions, leases and counters."""

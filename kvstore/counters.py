@@ -1,6 +1,6 @@
 """What Store counts since start, with the sentence that metrics show."""
 
-from kvstore.core.moves import MoveProblem
+from kvstore.core.moves import FAILURES
 
 COUNTERS = {
     "hit_blocks_total": "Blocks asked for by match and found.",
@@ -25,8 +25,9 @@ COUNTERS = {
     "lost_blocks_total": "Blocks given up in RAM that no drive had.",
     "skipped_writes_backlog_total": "Blocks not written because too many waited.",
     "skipped_writes_no_space_total": "Blocks not written because everything on the drives is in use.",
-    **{f"failed_reads_{problem}_total": f"Reads from a drive that failed: {problem}." for problem in MoveProblem},
-    **{f"failed_writes_{problem}_total": f"Writes to a drive that failed: {problem}." for problem in MoveProblem},
+    **{f"failed_reads_{problem}_total": f"Reads from a drive that failed: {problem}." for problem in FAILURES},
+    **{f"failed_writes_{problem}_total": f"Writes to a drive that failed: {problem}." for problem in FAILURES},
+    "cancelled_reads_total": "Blocks not read from a drive because nobody waited for them any more.",
     "granted_leases_total": "Leases granted.",
     "expired_leases_total": "Leases that expired, by time or with their connection.",
     "refused_leases_total": "Leases refused: too many, or too much in limbo.",

@@ -5,28 +5,32 @@ connection goes on. Runs on the loop thread, inside one turn: between two calls 
 """
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from kvstore import __version__
+from kvstore.advisor import Advisor
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError, Overloaded, RemoteProtocolError, SpecMismatch
+from kvstore.core.errors import KVStoreError, Overloaded, SpecMismatch
 from kvstore.core.keys import NAMESPACE_NBYTES, KVSpec, unpack_keys
 from kvstore.core.limits import (
     DEFAULT_LEASE_TTL_S,
+    MAX_EXPLAINED_PLANS,
     MAX_KEYS_PER_CALL,
     MAX_LEASE_TTL_S,
     MAX_LEASES_PER_INSTANCE,
     MAX_REQUEST_ID_BYTES,
     MAX_SPECS_PER_HELLO,
 )
-from kvstore.core.plans import TIERS, NamespaceInfo
+from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo
+from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
 from kvstore.mover import Mover, NoMover
+from kvstore.plan_messages import outcome_name, read_samples, read_wish, record_reply
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions
 from kvstore.store import Store
@@ -41,6 +45,7 @@ MAX_RANK = 65535
 _NVME = TIERS[1]
 _MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
 _U64_NBYTES = 8
+_DEFAULT_EXPLAINED = 10
 _ORDERS = {number: name for name, number in pb.Order.items()}
 _OUTCOMES = {number: name for name, number in pb.Outcome.items() if number}  # a caller has to say which
 _ROLES = {number: name for name, number in pb.Role.items() if number}
@@ -94,6 +99,7 @@ class Dispatcher:
         self._lease_ttl_s = lease_ttl_s
         self._on_leases_changed = on_leases_changed
         self._mover = mover or NoMover()
+        self._advisor = Advisor()
         self._started_s = clock.now_s()
         self.counters: Counter[str] = Counter()
         self._routes = {
@@ -108,6 +114,8 @@ class Dispatcher:
             Verb.STATS: _Route(self._stats, self._anyone),
             Verb.PREFETCH: _Route(self._prefetch, self._anyone),
             Verb.PIN: _Route(self._pin, self._anyone),
+            Verb.REPORT: _Route(self._report, self._engines),
+            Verb.EXPLAIN: _Route(self._explain, self._anyone),
         }
 
     def parse(self, verb: Verb, body: bytes) -> Message:
@@ -116,7 +124,7 @@ class Dispatcher:
         try:
             request.ParseFromString(body)
         except DecodeError as err:
-            raise _wrong("body", f"{len(body)} bytes", f"a {request.DESCRIPTOR.name} is expected: {err}") from err
+            raise wrong("body", f"{len(body)} bytes", f"a {request.DESCRIPTOR.name} is expected: {err}") from err
         return request
 
     def hello(self, request: pb.HelloRequest, peer: Peer) -> tuple[Session, pb.HelloReply]:
@@ -156,7 +164,7 @@ class Dispatcher:
         """Any verb but Hello. Raises KVStoreError; then nothing has changed, but for what Release and Abort confirm."""
         route = self._routes.get(verb)
         if route is None:
-            raise _wrong("verb", "Hello", "it is said once, as the first frame of a connection")
+            raise wrong("verb", "Hello", "it is said once, as the first frame of a connection")
         self.counters[f"calls_{verb.name.lower()}_total"] += 1
         route.who(session)
         reply = route.handler(session, request)
@@ -201,20 +209,54 @@ class Dispatcher:
             num_sessions=len(self._sessions),
             num_leases=stats.num_leases,
             counters={**stats.counters, **self._mover.counters(), **self.counters},
+            seconds=self._advisor.seconds,
         )
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     def _match(self, session: Session, request: pb.MatchRequest) -> pb.MatchReply:
         keys = self._keys(session, request.namespace, request.keys)
-        match = self._store.match(request.namespace, keys, self._clock.now_s())
-        return pb.MatchReply(num_blocks=match.num_blocks, tiers=match.tiers, boot_id=self._boot_id)
+        wish = read_wish(request.wish, len(keys)) if request.HasField("wish") else None
+        if wish is not None:
+            self._engines(session)
+        now_s = self._clock.now_s()
+        match = self._store.match(request.namespace, keys, now_s)
+        reply = pb.MatchReply(num_blocks=match.num_blocks, tiers=match.tiers, boot_id=self._boot_id)
+        if wish is not None:
+            self._plan(session, request.namespace, keys, wish, match, now_s, reply)
+        return reply
+
+    def _plan(  # noqa: PLR0917 - the rest of _match
+        self,
+        session: Session,
+        namespace: bytes,
+        keys: list[bytes],
+        wish: MatchWish,
+        match: Match,
+        now_s: float,
+        reply: pb.MatchReply,
+    ) -> None:
+        spec = self._store.spec(namespace)
+        plan_id, plan = self._advisor.plan(
+            session.holder.instance,
+            namespace,
+            spec.block_tokens,
+            spec.block_nbytes,
+            wish,
+            match,
+            self._store.quotes(now_s),
+            now_s,
+        )
+        first = wish.first_needed + plan.num_blocks
+        if first < match.num_blocks:
+            self._store.probe(namespace, keys, first, now_s)
+        reply.plan.CopyFrom(pb.Plan(plan_id=plan_id, **plan._asdict()))
 
     def _acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
         keys = self._keys(session, request.namespace, request.keys)
-        _check_request_id(request.request_id)
-        _check_first_needed(request.first_needed, keys)
-        _check_enum("order", request.order, _ORDERS)
+        check_request_id(request.request_id)
+        check_first_needed(request.first_needed, len(keys))
+        check_enum("order", request.order, _ORDERS)
         now_s = self._clock.now_s()
         grant = self._store.acquire(
             session.holder,
@@ -224,8 +266,11 @@ class Dispatcher:
             request.first_needed,
             self._ttl_s(request.ttl_s),
             now_s,
+            from_back=request.order == pb.BACK,
         )
         self._on_leases_changed()
+        if request.plan_id:
+            self._advisor.granted(request.plan_id, session.holder.instance, grant.lease_id)
         return pb.AcquireReply(
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
@@ -238,19 +283,23 @@ class Dispatcher:
 
     def _prefetch(self, session: Session, request: pb.PrefetchRequest) -> pb.PrefetchReply:
         keys = self._keys(session, request.namespace, request.keys)
-        _check_first_needed(request.first_needed, keys)
+        check_first_needed(request.first_needed, len(keys))
         prefetch = self._store.prefetch(request.namespace, keys, request.first_needed, self._clock.now_s())
         return pb.PrefetchReply(num_blocks=prefetch.num_blocks, num_started=prefetch.num_started, boot_id=self._boot_id)
 
     def _release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        _check_enum("outcome", request.outcome, _OUTCOMES)
+        check_enum("outcome", request.outcome, _OUTCOMES)
+        check_duration("seconds", request.seconds)
+        self._advisor.released(
+            request.lease_id, outcome_name(request.outcome, request.num_loaded), request.num_loaded, request.seconds
+        )
         self._store.release(session.holder, request.lease_id, self._clock.now_s())
         return pb.ReleaseReply(boot_id=self._boot_id)
 
     def _renew(self, session: Session, request: pb.RenewRequest) -> pb.RenewReply:
         packed = request.lease_ids
         if len(packed) % _U64_NBYTES:
-            raise _wrong("lease_ids", f"{len(packed)} bytes", f"use {_U64_NBYTES} bytes for each id, little-endian")
+            raise wrong("lease_ids", f"{len(packed)} bytes", f"use {_U64_NBYTES} bytes for each id, little-endian")
         if len(packed) > MAX_LEASES_PER_INSTANCE * _U64_NBYTES:
             raise Overloaded(
                 f"lease_ids: {len(packed) // _U64_NBYTES} in one call; at most {MAX_LEASES_PER_INSTANCE} are allowed",
@@ -270,11 +319,11 @@ class Dispatcher:
 
     def _reserve(self, session: Session, request: pb.ReserveRequest) -> pb.ReserveReply:
         keys = self._keys(session, request.namespace, request.keys)
-        _check_request_id(request.request_id)
+        check_request_id(request.request_id)
         digest_nbytes = self._store.digest_nbytes(request.namespace)
         if len(request.parent) not in (0, digest_nbytes):
-            raise _wrong("parent", f"{len(request.parent)} bytes", f"use {digest_nbytes}, or none for a first block")
-        _check_duration("keep_s", request.keep_s)
+            raise wrong("parent", f"{len(request.parent)} bytes", f"use {digest_nbytes}, or none for a first block")
+        check_duration("keep_s", request.keep_s)
         now_s = self._clock.now_s()
         grant = self._store.reserve(
             session.holder,
@@ -311,16 +360,16 @@ class Dispatcher:
 
     def _drop(self, session: Session, request: pb.DropRequest) -> pb.DropReply:
         if request.all == bool(request.keys):
-            raise _wrong("all", request.all, "give keys, or all = true and no keys")
+            raise wrong("all", request.all, "give keys, or all = true and no keys")
         keys = self._keys(session, request.namespace, request.keys)
         num_dropped = self._store.drop(request.namespace, None if request.all else keys)
         return pb.DropReply(num_dropped=num_dropped, boot_id=self._boot_id)
 
     def _pin(self, session: Session, request: pb.PinRequest) -> pb.PinReply:
         keys = self._keys(session, request.namespace, request.keys)
-        _check_duration("pin_s", request.pin_s)
+        check_duration("pin_s", request.pin_s)
         if request.cool and request.pin_s:
-            raise _wrong("cool", "true", "it ends the pin; give no pin_s with it")
+            raise wrong("cool", "true", "it ends the pin; give no pin_s with it")
         now_s = self._clock.now_s()
         if request.cool:
             num_blocks = self._store.cool(request.namespace, keys, now_s)
@@ -328,6 +377,30 @@ class Dispatcher:
             num_blocks = self._store.pin(request.namespace, keys, request.pin_s, now_s)
         self._on_leases_changed()
         return pb.PinReply(num_blocks=num_blocks, boot_id=self._boot_id)
+
+    def _report(self, session: Session, request: pb.ReportRequest) -> pb.ReportReply:
+        self._keys(session, request.namespace, b"")
+        check_duration("copy_s", request.copy_s)
+        self._advisor.report(
+            session.holder.instance,
+            request.namespace,
+            read_samples(request.prefill),
+            request.copy_bytes,
+            request.copy_s,
+        )
+        return pb.ReportReply(boot_id=self._boot_id)
+
+    def _explain(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
+        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise wrong(
+                "request_id", f"{len(request.request_id.encode())} bytes", f"use at most {MAX_REQUEST_ID_BYTES}"
+            )
+        last = min(request.last or _DEFAULT_EXPLAINED, MAX_EXPLAINED_PLANS)
+        records = self._advisor.records(request.request_id, None if self._is_operator(session) else session.namespaces)
+        now_s = self._clock.now_s()
+        return pb.ExplainReply(
+            plans=[record_reply(record, now_s) for record in islice(records, last)], boot_id=self._boot_id
+        )
 
     def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:
         return self.stats()
@@ -339,25 +412,22 @@ class Dispatcher:
 
     def _engines(self, session: Session) -> None:
         if not session.holder.instance:
-            raise _wrong(
+            raise wrong(
                 "instance", "none", "leases belong to an engine: say Hello with an instance and an engine's role"
             )
 
     def _writers(self, session: Session) -> None:
         self._engines(session)
         if not self._sessions.may_write(session):
-            raise _wrong(
-                "want_arena", "false", "to write, one of the instance says Hello with it over the local socket"
-            )
+            raise wrong("want_arena", "false", "to write, one of the instance says Hello with it over the local socket")
 
     # --- fields -------------------------------------------------------------------------------------------------------
 
     def _keys(self, session: Session, namespace: bytes, packed: bytes) -> list[bytes]:
         """The keys, after checking that the session may name the namespace."""
         if len(namespace) != NAMESPACE_NBYTES:
-            raise _wrong("namespace", f"{len(namespace)} bytes", f"use the {NAMESPACE_NBYTES} bytes of the Hello reply")
-        operator = session.role == pb.TOOL and session.peer.trusted  # may name what the store knows
-        if namespace not in session.namespaces and not operator:
+            raise wrong("namespace", f"{len(namespace)} bytes", f"use the {NAMESPACE_NBYTES} bytes of the Hello reply")
+        if namespace not in session.namespaces and not self._is_operator(session):
             raise SpecMismatch(
                 f"namespace: {namespace.hex()} was not opened by this session; name its spec in Hello",
                 field="namespace",
@@ -365,8 +435,13 @@ class Dispatcher:
             )
         return _unpacked(packed, self._store.digest_nbytes(namespace))
 
+    @staticmethod
+    def _is_operator(session: Session) -> bool:
+        """May name whatever the store knows."""
+        return session.role == pb.TOOL and session.peer.trusted
+
     def _ttl_s(self, wish_s: float) -> float:
-        _check_duration("ttl_s", wish_s)
+        check_duration("ttl_s", wish_s)
         return min(wish_s or self._lease_ttl_s, MAX_LEASE_TTL_S)
 
 
@@ -383,14 +458,16 @@ _REQUESTS: dict[Verb, type[Message]] = {
     Verb.STATS: pb.StatsRequest,
     Verb.PREFETCH: pb.PrefetchRequest,
     Verb.PIN: pb.PinRequest,
+    Verb.REPORT: pb.ReportRequest,
+    Verb.EXPLAIN: pb.ExplainRequest,
 }
 
 
 def _check_hello(request: pb.HelloRequest, peer: Peer) -> list[KVSpec]:
     """Everything that needs no store; the specs, read."""
     if request.protocol_version != PROTOCOL_VERSION:
-        raise _wrong("protocol_version", request.protocol_version, f"this sidecar speaks {PROTOCOL_VERSION}")
-    _check_enum("role", request.role, _ROLES)
+        raise wrong("protocol_version", request.protocol_version, f"this sidecar speaks {PROTOCOL_VERSION}")
+    check_enum("role", request.role, _ROLES)
     tool = request.role == pb.TOOL
     if len(request.instance) != (0 if tool else INSTANCE_NBYTES):
         right = (
@@ -398,17 +475,17 @@ def _check_hello(request: pb.HelloRequest, peer: Peer) -> list[KVSpec]:
             if tool
             else f"engines give {INSTANCE_NBYTES} random ones, the same in all their processes"
         )
-        raise _wrong("instance", f"{len(request.instance)} bytes", right)
+        raise wrong("instance", f"{len(request.instance)} bytes", right)
     if request.want_arena and (tool or not peer.local):
-        raise _wrong("want_arena", request.want_arena, "only engines get the arena, and only over the local socket")
+        raise wrong("want_arena", request.want_arena, "only engines get the arena, and only over the local socket")
     if request.session_token:
-        raise _wrong("session_token", "given", "leave it empty in Hello; later gRPC calls send it as metadata")
+        raise wrong("session_token", "given", "leave it empty in Hello; later gRPC calls send it as metadata")
     if request.rank > MAX_RANK:
-        raise _wrong("rank", request.rank, f"use at most {MAX_RANK}")
+        raise wrong("rank", request.rank, f"use at most {MAX_RANK}")
     if len(request.tenant.encode()) > MAX_TENANT_BYTES:
-        raise _wrong("tenant", request.tenant, f"use at most {MAX_TENANT_BYTES} bytes")
+        raise wrong("tenant", request.tenant, f"use at most {MAX_TENANT_BYTES} bytes")
     if len(request.specs) > MAX_SPECS_PER_HELLO:
-        raise _wrong("specs", f"{len(request.specs)} specs", f"use at most {MAX_SPECS_PER_HELLO}")
+        raise wrong("specs", f"{len(request.specs)} specs", f"use at most {MAX_SPECS_PER_HELLO}")
     return [_read_spec(encoded) for encoded in request.specs]
 
 
@@ -442,31 +519,6 @@ def _unpacked(packed: bytes, digest_nbytes: int) -> list[bytes]:
     return unpack_keys(packed, digest_nbytes)
 
 
-def _check_request_id(request_id: str) -> None:
-    nbytes = len(request_id.encode())
-    if not 0 < nbytes <= MAX_REQUEST_ID_BYTES:
-        raise _wrong("request_id", f"{nbytes} bytes", f"use 1 to {MAX_REQUEST_ID_BYTES}")
-
-
-def _check_first_needed(first_needed: int, keys: list[bytes]) -> None:
-    if first_needed > len(keys):
-        raise _wrong("first_needed", first_needed, f"{len(keys)} keys are given")
-
-
-def _check_duration(field: str, value_s: float) -> None:
-    if not (math.isfinite(value_s) and value_s >= 0):
-        raise _wrong(field, value_s, "use seconds, 0 or more (0: the default)")
-
-
-def _check_enum(field: str, value: int, known: Mapping[int, str]) -> None:
-    if value not in known:
-        raise _wrong(field, value, "use " + ", ".join(f"{number} ({name})" for number, name in known.items()))
-
-
 def _travelling(text: str) -> str:
     """Text that fits into a protobuf string: no lone surrogates, not endless."""
     return text[:_MAX_ERROR_TEXT].encode("utf-8", "backslashreplace").decode()
-
-
-def _wrong(field: str, value: object, right: str) -> RemoteProtocolError:
-    return RemoteProtocolError(f"{field}: {value} is not right; {right}", field=field, value=str(value))

@@ -221,6 +221,10 @@ class LeaseTable:
         if not entry.leases:
             del self._instances[lease.holder.instance]
 
+    def is_live(self, lease: Lease) -> bool:
+        """Whether it has rights."""
+        return not lease.expired and self._leases.get(lease.lease_id) is lease
+
     def give_up(self, lease: Lease, row: int) -> bool:
         """A lease holds `row` no longer, since its bytes will not come. With the last one it ends.
         Whether it held it."""

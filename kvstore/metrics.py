@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from kvstore.advisor import SECONDS
 from kvstore.counters import COUNTERS
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -41,6 +42,8 @@ class StatsCollector:
         yield from _tiers(stats)
         yield from _drives(stats)
         yield from _counters(dict(stats.counters))
+        for name, seconds in sorted(stats.seconds.items()):
+            yield CounterMetricFamily(f"kvstore_{name}_seconds", SECONDS.get(name, name), seconds)
 
 
 def tier_state(tier: pb.TierStats) -> str:

@@ -22,6 +22,7 @@ from kvstore.core.events import Event
 from kvstore.core.limits import (
     DRIVE_RETRY_S,
     EVICTION_SLICE_BLOCKS,
+    MAX_IO_BYTES,
     MAX_TOUCHES_PER_TURN,
     MAX_WRITE_BACKLOG_BLOCKS,
     MAX_WRITES_IN_FLIGHT_BYTES,
@@ -31,16 +32,19 @@ from kvstore.core.limits import (
 from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Forget, Move, MoveDone, MoveProblem, Touch, Urgency
 from kvstore.core.plans import TIERS
 from kvstore.core.ports import DriveSlots
+from kvstore.costs import LoadCost, TierQuote
 from kvstore.eviction import LeafLru
 from kvstore.index import MORTAL, NO_PARENT, BlockIndex, Namespace, Rows, grown
 from kvstore.inventory import Inventory
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
+from kvstore.tier_speed import TierSpeed
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 _CLEAN_FRACTION = 0.25  # of the arena: so much is kept free or already on a drive, ahead of demand
 _EVICTED_AT_ONCE_FRACTION = 1 / 64  # of the drives, when they are full: removals are committed in groups
 _MAX_RUN_BLOCKS = 256  # ordered to be written together
+_PRIOR = LoadCost(0.001, 1e9)  # of drives that nobody has measured: a slow one
 _UNREADABLE_S = 5.0  # a drive that is gone is not promised to anybody for so long
 
 
@@ -102,7 +106,8 @@ class Spill:
     written it cannot be evicted from RAM, so the writes in flight are limited in bytes; what waits (`backlog`) pins nothing,
     is limited in blocks, and is looked at again when its turn comes.
 
-    `give_up(row)` is called before a block that was on its way is taken back: nobody may hold it afterwards.
+    `give_up(row)` is called before a block that was on its way is taken back: nobody may hold it afterwards. `is_wanted(row)`:
+    whether somebody waits for a block that is on its way.
     """
 
     def __init__(
@@ -113,17 +118,20 @@ class Spill:
         *,
         counters: dict[str, int],
         give_up: Callable[[int], None],
+        is_wanted: Callable[[int], bool],
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self._index: BlockIndex = pinned.index
         self.pinned = pinned
         self.nvme = Inventory(TIERS[1], self._index, slots, LeafLru, on_event, upper=pinned, release=self._retire)
         self.active = False
+        self.speed = TierSpeed(_PRIOR)  # of reading
         self._slots = slots
         self._policy = policy
         self._budget = WriteBudget(bytes_per_s=policy.bytes_per_s, bytes_per_day=policy.bytes_per_day)
         self._counters = counters
         self._give_up = give_up
+        self._is_wanted = is_wanted
         self._checksums = np.empty(0, np.uint64)  # by row, of blocks on the drives
         self._dirty = LeafLru(self._index, _DirtyLeaves(pinned.table, self.nvme.table))
         if slots.open_drives:
@@ -134,13 +142,17 @@ class Spill:
         ] = {}  # likewise, by the row of an ancestor that is not stored yet
         self._num_behind = 0
         self._flights: dict[int, _Flight] = {}
+        self._reads: dict[int, int] = {}  # by row: the move that brings it
         self._num_moves = 0
         self._writing_bytes = 0
+        self._awaited_bytes = 0  # of reads that somebody waits for
         self._removing_bytes: Counter[int] = Counter()  # by drive, of these:
         self._retired: dict[tuple[int, int], Forget] = {}  # by offset and generation: removals that are not durable yet
         self._quarantined: dict[int, Extent] = {}  # by offset
         self._orphans: list[Forget] = []  # restored, and to be forgotten at the start
         self._moves: list[Move] = []
+        self._hastens: list[int] = []
+        self._cancels: list[int] = []
         self._forgets: list[Forget] = []
         self._namespaces: list[tuple[bytes, str, bytes]] = []
         self._told: set[bytes] = set()  # namespaces that the drives know
@@ -259,11 +271,33 @@ class Spill:
         if self._policy.write_policy == "write_through_selective" and self._takes_writes:
             self._want_written(rows[self.pinned.table.state[rows] == READY])
 
-    def order_reads(self, entry: Namespace, rows: Rows, urgency: Urgency) -> None:
-        """Bring blocks that a drive can give and that have no copy in RAM; there is room for them. They are ARRIVING."""
+    def order_reads(self, entry: Namespace, rows: Rows, urgency: Urgency, *, from_back: bool = False) -> None:
+        """Bring blocks that a drive can give and that have no copy in RAM; there is room for them. They are ARRIVING. From the
+        back: the last ones first, as many at a time as one I/O reads, which are in order."""
         self.pinned.place(entry, rows, ARRIVING)
         self.nvme.ref(rows)
+        if from_back:
+            step = max(1, MAX_IO_BYTES // entry.slot_nbytes)
+            runs = [rows[max(0, end - step) : end] for end in range(len(rows), 0, -step)]
+            rows = np.concatenate(runs)
         self._order(entry, rows, urgency)
+
+    def hasten(self, rows: Rows) -> None:
+        """Somebody waits now for those of the rows that are being prefetched."""
+        for row in rows.tolist():
+            move_id = self._reads.get(row)
+            if move_id is None or self._flights[move_id].urgency is not Urgency.PREFETCH:
+                continue
+            flight = self._flights[move_id] = self._flights[move_id]._replace(urgency=Urgency.READ)
+            self._awaited_bytes += flight.nbytes
+            self._hastens.append(self.nvme.table.offset_at[row])
+
+    def cancel(self, rows: Sequence[int]) -> None:
+        """Nobody waits any more for these rows: what has not begun to be read need not be. Prefetches go on."""
+        for row in rows:
+            move_id = self._reads.get(row)
+            if move_id is not None and self._flights[move_id].urgency is Urgency.READ:
+                self._cancels.append(self.nvme.table.offset_at[row])
 
     def drop(self, entry: Namespace, rows: Rows) -> None:
         """As Inventory.drop, for the drives."""
@@ -288,9 +322,18 @@ class Spill:
         """What is to be done now, writes that can begin among it."""
         if self._backlog and self.active:
             self._begin_writes(now_s)
-        orders = Orders(tuple(self._namespaces), tuple(self._forgets), tuple(self._moves))
+        for move in self._moves:
+            if move.urgency is not Urgency.WRITE:
+                self.speed.ordered(move.record.nbytes, now_s)
+        orders = Orders(
+            tuple(self._namespaces),
+            tuple(self._forgets),
+            tuple(self._moves),
+            tuple(self._hastens),
+            tuple(self._cancels),
+        )
         if any(orders):
-            self._namespaces, self._forgets, self._moves = [], [], []
+            self._namespaces, self._forgets, self._hastens, self._moves, self._cancels = [], [], [], [], []
         return orders
 
     def take_touches(self) -> list[Touch]:
@@ -321,10 +364,8 @@ class Spill:
         if flight.urgency is Urgency.WRITE:
             self._writing_bytes -= flight.nbytes
             self._finish_write(flight, done, now_s)
-        elif done.problem is None:
-            self._finish_read(flight.row)
         else:
-            self._fail_read(flight, done.problem, now_s)
+            self._end_read(flight, done.problem, now_s)
         return flight.row
 
     def finish_forgets(self, forgets: Sequence[Forget]) -> None:
@@ -352,6 +393,10 @@ class Spill:
         assert np.isin(nvme.state[writes], (WRITING, LEAVING)).all()
         assert set(np.flatnonzero(pinned.state == ARRIVING).tolist()) <= set(reads)
         assert self._writing_bytes == sum(self._flights[i].nbytes for i in self._flights if self._is_write(i))
+        assert self._reads == {self._flights[i].row: i for i in self._flights if not self._is_write(i)}
+        awaited = [flight.nbytes for flight in self._flights.values() if flight.urgency is Urgency.READ]
+        assert self._awaited_bytes == sum(awaited)
+        self.speed.check()
 
     def rows_in_flight(self) -> list[int]:
         """Rows whose copy in RAM a move holds; for Store.check."""
@@ -535,6 +580,30 @@ class Spill:
 
     # --- reading --------------------------------------------------------------------------------------------------------
 
+    def quote(self, now_s: float) -> TierQuote | None:
+        """What a read would need that is ordered now; None: the drives do not answer, or nobody knows how fast they are."""
+        quote = self.speed.quote(now_s)
+        return None if quote is None else quote._replace(queued_bytes=self._awaited_bytes)
+
+    def _end_read(self, flight: _Flight, problem: MoveProblem | None, now_s: float) -> None:
+        row = flight.row
+        nbytes = self._index.namespace_of(row).spec.block_nbytes
+        del self._reads[row]
+        if flight.urgency is Urgency.READ:
+            self._awaited_bytes -= flight.nbytes
+        if problem is not MoveProblem.CANCELLED:
+            self.speed.ended(nbytes, now_s, ok=problem is None)
+            if problem is None:
+                self._finish_read(row)
+            else:
+                self._fail_read(flight, problem, now_s)
+            return
+        self.speed.cancelled(nbytes, now_s)
+        if self._is_wanted(row):  # since it was cancelled
+            self._order(self._index.namespace_of(row), np.array([row], np.int64), Urgency.READ)
+        else:
+            self._fail_read(flight, problem, now_s)
+
     def _finish_read(self, row: int) -> None:
         rows = np.array([row], np.int64)
         table = self.pinned.table
@@ -548,7 +617,8 @@ class Spill:
 
     def _fail_read(self, flight: _Flight, problem: MoveProblem, now_s: float) -> None:
         row, rows = flight.row, np.array([flight.row], np.int64)
-        self._counters[f"failed_reads_{problem}_total"] += 1
+        cancelled = problem is MoveProblem.CANCELLED
+        self._counters["cancelled_reads_total" if cancelled else f"failed_reads_{problem}_total"] += 1
         forget = self._forget(row, problem)
         extent = self.nvme.table.extent(row)
         self._give_up(row)
@@ -558,7 +628,7 @@ class Spill:
             self._slots.to_limbo(extent)
             self._quarantine(forget, extent)
             return
-        if problem is not MoveProblem.STOPPED:
+        if not cancelled and problem is not MoveProblem.STOPPED:
             self._unreadable_until_s[flight.drive] = now_s + _UNREADABLE_S
         self.nvme.unref(rows)
 
@@ -583,7 +653,11 @@ class Spill:
                 index.hits_at[row],
             )
             self._flights[self._num_moves] = _Flight(urgency, row, offset >> DRIVE_SHIFT, entry.slot_nbytes)
+            if urgency is not Urgency.WRITE:
+                self._reads[row] = self._num_moves
             self._moves.append(Move(self._num_moves, urgency, arena_offset, record))
+        if urgency is Urgency.READ:
+            self._awaited_bytes += len(rows) * entry.slot_nbytes
 
     def _retire(self, rows: Rows) -> None:
         """Blocks have left the drives: their slots are free when the removal is durable (I8). Before the start there are no

@@ -22,6 +22,7 @@ from kvstore.core.limits import (
 from kvstore.core.moves import Forget, MoveDone, Touch, Urgency
 from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, ReadGrant, WriteGrant
 from kvstore.core.ports import DriveSlots, SlotSpace
+from kvstore.costs import LoadCost, TierQuote
 from kvstore.counters import new_counters
 from kvstore.eviction import EvictionPolicy, LeafLru
 from kvstore.index import KEPT, NO_PARENT, BlockIndex, Namespace, Rows
@@ -34,6 +35,8 @@ from kvstore.tiers.striped import StripedSlots
 
 MAX_NEAR_MISSES = 8
 """Near misses told at Hello, those with most blocks first. More help nobody find the field that differs."""
+
+_PROBE_BYTES = 2 << 20  # read to learn how fast a drive is now
 
 _HELD = (WRITING, READY, ARRIVING)
 _STATUS = {int(status): status for status in KeyStatus}  # KeyStatus(number) takes ten times as long
@@ -95,6 +98,7 @@ class Store:
             spill or SpillPolicy(),
             counters=self._counters,
             give_up=self._give_up,
+            is_wanted=self._is_wanted,
             on_event=on_event,
         )
         self._has_drives = nvme is not None
@@ -129,6 +133,10 @@ class Store:
             entry = self._index.open_namespace(namespace, spec, tenant, slot_nbytes)
             self._spill.grow()
         return NamespaceInfo(namespace, spec.block_nbytes, self._num_ready(entry), self._near_misses(entry))
+
+    def spec(self, namespace: bytes) -> KVSpec:
+        """What the namespace's blocks are. Raises SpecMismatch when it is not open."""
+        return self._namespace(namespace).spec
 
     def digest_nbytes(self, namespace: bytes) -> int:
         """Length of the namespace's keys. Raises SpecMismatch when it is not open."""
@@ -173,11 +181,14 @@ class Store:
         first_needed: int,
         ttl_s: float,
         now_s: float,
+        *,
+        from_back: bool = False,
     ) -> ReadGrant:
         """Lease the readable prefix from block `first_needed` on. Nothing to lease: lease 0, which needs no release.
 
-        Blocks that lie on a drive only are ordered from there, once, however many ask: their slots are granted, and their
-        bytes come later, or not (ReadGrant.ready). Where the arena has no room for them, the run ends.
+        Blocks that lie on a drive only are ordered from there, once, however many ask, the last ones first if `from_back`:
+        their slots are granted, and their bytes come later, or not (ReadGrant.ready). Where the arena has no room for them,
+        the run ends.
 
         The same request again (same id, same arguments) renews and answers with the live lease it got. Raises
         ProtocolError when the id was used for another request, LeaseRefused when the instance may not have a lease now.
@@ -195,7 +206,7 @@ class Store:
                 self._check_allowed(holder.instance)
             self._index.touch(rows)
             num_before = len(rows) - len(needed)
-            needed = self._bring(entry, needed, Urgency.READ)
+            needed = self._bring(entry, needed, Urgency.READ, from_back=from_back)
             if not len(needed):
                 return ReadGrant(0, now_s, num_before, NO_SLOTS, entry.spec.block_nbytes, b"")
             self._blocks.ref(needed)
@@ -204,13 +215,32 @@ class Store:
             lease = self._grant(holder, LeaseKind.READ, request_id, request, entry, needed, expiry_s(ttl_s, now_s))
             lease.first_needed = num_before
             self._counters["acquired_blocks_total"] += len(needed)
-            for row in needed[self._blocks.table.state[needed] == ARRIVING].tolist():
+            arriving = needed[self._blocks.table.state[needed] == ARRIVING]
+            self._spill.hasten(arriving)
+            for row in arriving.tolist():
                 self._waiting.setdefault(row, []).append(lease)
         else:
             self._leases.renew(lease, expiry_s(ttl_s, now_s))
         num_blocks = lease.first_needed + len(lease.rows)
         ready = self._ready(lease)
         return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes, ready)
+
+    def quotes(self, now_s: float) -> dict[int, TierQuote | None]:
+        """What each slower tier would need now, by its number in TIERS; None: it does not answer."""
+        return {1: self._spill.quote(now_s)} if self._has_drives else {}
+
+    def probe(self, namespace: bytes, keys: Sequence[bytes], first: int, now_s: float) -> None:
+        """Blocks from `first` on were not worth fetching. If that rests on an old figure, try the drives on a few of them:
+        a tier that nobody uses could not recover otherwise."""
+        speed = self._spill.speed
+        if self._has_drives and speed.wants_probe(now_s):
+            speed.probing(now_s)
+            count = -(-_PROBE_BYTES // self._namespace(namespace).spec.block_nbytes)
+            self.prefetch(namespace, keys[: first + count], first, now_s)
+
+    def set_tier_speed(self, latency_s: float, bytes_per_s: float) -> None:
+        """What the drives were measured to do at the start; until there are reads to go by."""
+        self._spill.speed.set_prior(LoadCost(latency_s, bytes_per_s))
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -540,7 +570,7 @@ class Store:
                 return rows[:end], ready[:end]
         return rows, ready
 
-    def _bring(self, entry: Namespace, needed: Rows, urgency: Urgency) -> Rows:
+    def _bring(self, entry: Namespace, needed: Rows, urgency: Urgency, *, from_back: bool = False) -> Rows:
         """Order from the drives those of a readable run that have no copy in RAM; the part of the run that there is room for."""
         absent = np.flatnonzero(self._blocks.table.state[needed] == NONE)
         if not len(absent):
@@ -550,7 +580,7 @@ class Store:
         if num_free < len(absent):
             needed = needed[: int(absent[num_free])]
             absent = absent[:num_free]
-        self._spill.order_reads(entry, needed[absent], urgency)
+        self._spill.order_reads(entry, needed[absent], urgency, from_back=from_back)
         return needed
 
     def _ready(self, lease: Lease) -> bytes:
@@ -566,6 +596,17 @@ class Store:
         for lease in self._waiting.pop(row, ()):
             if self._leases.give_up(lease, row):
                 self._blocks.table.refs[row] -= 1
+
+    def _is_wanted(self, row: int) -> bool:
+        """Whether a lease that has rights waits for the block."""
+        return any(self._leases.is_live(lease) for lease in self._waiting.get(row, ()))
+
+    def _stop_waiting(self, lease: Lease) -> None:
+        """A read lease has ended or expired: what it alone waited for need not be read."""
+        if self._waiting:
+            self._spill.cancel(
+                [row for row in lease.rows.tolist() if row in self._waiting and not self._is_wanted(row)]
+            )
 
     def _add_unknown(self, entry: Namespace, keys: Sequence[bytes], rows: Rows, parent_row: int) -> Rows:
         """Rows of all keys; -1 in `rows` means a key without a row yet."""
@@ -678,7 +719,9 @@ class Store:
         """Rights end now; memory that the holder may still touch stays untouched by others until it confirms."""
         self._leases.expire(lease)
         self._counters["expired_leases_total"] += 1
-        if lease.kind is LeaseKind.WRITE:
+        if lease.kind is LeaseKind.READ:
+            self._stop_waiting(lease)
+        else:
             rows = lease.rows[lease.pending]
             self._counters["expired_blocks_total"] += len(rows)
             self._blocks.to_limbo(rows)
@@ -692,6 +735,7 @@ class Store:
         rows = lease.rows[lease.pending]
         self._leases.end(lease)
         if lease.kind is LeaseKind.READ:
+            self._stop_waiting(lease)
             self._blocks.unref(rows)
         elif lease.expired:
             offsets, generations = lease.slots

@@ -26,6 +26,8 @@ BRAINS = (
     "calibration",
     "tier_speed",
     "planner",
+    "plan_log",
+    "advisor",
     "store",
     "directory",
 )

@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "kvstore.cli.check:check",
     "demo": "kvstore.cli.demo:demo",
     "engine": "kvstore.cli.engine:engine",
+    "explain": "kvstore.cli.explain:explain",
     "serve": "kvstore.cli.serve:serve",
     "stat": "kvstore.cli.stat:stat",
 }
@@ -23,6 +24,7 @@ SHORT_HELP = {
     "check": "Verify what is on a drive, and repair it.",
     "demo": "Show two engine processes share one prefill.",
     "engine": "Run the included engine.",
+    "explain": "Say why requests fetched or computed.",
     "serve": "Run the sidecar.",
     "stat": "Show what a running sidecar holds.",
 }

@@ -12,8 +12,7 @@ import click
 @click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
 def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Show what a running sidecar holds: bytes by state, blocks, drives, sessions, leases, counters."""
-    from google.protobuf.json_format import MessageToDict
-
+    from kvstore.cli.fields import fields_of
     from kvstore.client import Client
     from kvstore.proto import kvstore_pb2 as pb
 
@@ -21,19 +20,9 @@ def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
     with client:
         stats = client.stats()
     if as_json:
-        fields = MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        click.echo(json.dumps(_with_numbers(fields) | {"boot_id": stats.boot_id.hex()}, indent=2, sort_keys=True))
+        click.echo(json.dumps(fields_of(stats), indent=2, sort_keys=True))
     else:
         _print_tables(stats)
-
-
-def _with_numbers(value: Any) -> Any:
-    """protobuf's JSON writes 64-bit integers as text; JSON readers here take them as numbers."""
-    if isinstance(value, dict):
-        return {name: _with_numbers(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(entry) for entry in value]
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _print_tables(stats: Any) -> None:

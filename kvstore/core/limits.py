@@ -71,6 +71,22 @@ MAX_PIN_S = 86400.0
 MAX_PINNED_FRACTION = 0.25
 """Part of the arena that pins may keep from eviction, all together. A pin that would exceed it is cut."""
 
+# --- plans ------------------------------------------------------------------------------------------------------------
+MAX_REMEMBERED_PLANS = 4096
+"""Plans that Explain can tell of, some 1 KiB each. The oldest is forgotten."""
+
+MAX_MEASURED_ENGINES = 256
+"""Engines (by namespace) whose speeds are remembered. The one that was heard of longest ago is forgotten."""
+
+MAX_PREFILL_SAMPLES = 1024
+"""Steps in one Report. More: RemoteProtocolError; an engine that reports once a second has some hundred."""
+
+MAX_PROMPT_TOKENS = 1 << 24
+"""Tokens of a request that is to be planned. More: RemoteProtocolError."""
+
+MAX_EXPLAINED_PLANS = 1000
+"""Plans in one Explain reply; a larger wish is cut to this."""
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 SEGMENT_BYTES = 64 << 20
 """A segment of the arena, given to one size class at a time. A block larger than this is refused at Hello."""

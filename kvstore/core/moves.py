@@ -29,6 +29,9 @@ class MoveProblem(enum.StrEnum):
     CANCELLED = "cancelled"  # nobody waits for the block any more; nothing is wrong with it
 
 
+FAILURES = frozenset(MoveProblem) - {MoveProblem.CANCELLED}
+"""Problems after which a block that was wanted is not there."""
+
 BAD_SLOT = frozenset({MoveProblem.EIO, MoveProblem.SHORT, MoveProblem.CHECKSUM})
 """Problems after which a slot is not trusted again: it is quarantined."""
 

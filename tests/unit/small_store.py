@@ -78,9 +78,17 @@ class SmallStore:
         request_id: str = "",
         ttl_s: float = 30.0,
         now_s: float = 0.0,
+        from_back: bool = False,
     ) -> ReadGrant:
         grant = self.store.acquire(
-            holder, request_id or self._new_id(), self.namespace, self.keys(names), first_needed, ttl_s, now_s
+            holder,
+            request_id or self._new_id(),
+            self.namespace,
+            self.keys(names),
+            first_needed,
+            ttl_s,
+            now_s,
+            from_back=from_back,
         )
         self.store.check()
         return grant

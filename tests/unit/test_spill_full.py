@@ -8,10 +8,10 @@ from small_store import PAGE, spec
 
 from kvstore.core.blocks import Holder
 from kvstore.core.limits import DRIVE_RETRY_S
-from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, Move, MoveProblem
+from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, FAILURES, Move, MoveProblem
 
 ANNA, BERT = Holder(b"anna" * 4, 1), Holder(b"bert" * 4, 2)
-HARMLESS = sorted(set(MoveProblem) - BAD_SLOT - {MoveProblem.STOPPED})
+HARMLESS = sorted(FAILURES - BAD_SLOT - {MoveProblem.STOPPED})
 
 
 # --- full drives ------------------------------------------------------------------------------------------------------

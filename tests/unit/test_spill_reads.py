@@ -8,11 +8,12 @@ from small_store import PAGE, SEGMENT
 from kvstore.core.blocks import Holder, KeyStatus
 from kvstore.core.errors import LeaseExpired, LeaseRefused, ProtocolError, UnknownLease
 from kvstore.core.events import BlockRemoved, RemovalReason
-from kvstore.core.moves import BAD_SLOT, MoveProblem, Urgency
+from kvstore.core.moves import BAD_SLOT, FAILURES, MoveProblem, Urgency
 
 ANNA, BERT, CLEO = Holder(b"anna" * 4, 1), Holder(b"bert" * 4, 2), Holder(b"cleo" * 4, 3)
 BAD = sorted(BAD_SLOT)
-HARMLESS = sorted(set(MoveProblem) - BAD_SLOT)
+EVERY_FAILURE = sorted(FAILURES)
+HARMLESS = sorted(FAILURES - BAD_SLOT)
 
 
 # --- what is ordered --------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_the_generation_is_hidden_until_the_bytes_are_there():
     assert small.acquire(ANNA, "ab", request_id="r").ready == b"\1\1"
 
 
-@pytest.mark.parametrize("problem", list(MoveProblem))
+@pytest.mark.parametrize("problem", EVERY_FAILURE)
 def test_a_block_that_did_not_come_is_never_announced(problem: MoveProblem):
     small = SmallSpill(num_segments=1, restored="a")
     grant = small.acquire(ANNA, "a")
@@ -222,7 +223,7 @@ def test_a_block_that_did_not_come_is_never_announced(problem: MoveProblem):
 # --- failed reads -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", list(MoveProblem))
+@pytest.mark.parametrize("problem", EVERY_FAILURE)
 def test_leases_give_up_what_did_not_come_and_keep_the_rest(problem: MoveProblem):
     small = SmallSpill(restored="abc")
     grants = [small.acquire(holder, "abc", request_id="r") for holder in (ANNA, BERT)]
@@ -242,7 +243,7 @@ def test_leases_give_up_what_did_not_come_and_keep_the_rest(problem: MoveProblem
     assert small.tier().free_bytes == 4 * SEGMENT - 2 * PAGE
 
 
-@pytest.mark.parametrize("problem", list(MoveProblem))
+@pytest.mark.parametrize("problem", EVERY_FAILURE)
 def test_a_lease_with_nothing_left_has_ended(problem: MoveProblem):
     small = SmallSpill(restored="ab")
     grant = small.acquire(ANNA, "ab", request_id="r")
@@ -442,3 +443,94 @@ def test_a_block_dropped_on_its_way_that_does_not_come_ends_its_leases():
     with pytest.raises(UnknownLease):
         small.store.release(ANNA, grant.lease_id, 0.0)
     assert small.tier().free_bytes == small.tier().capacity_bytes
+
+
+# --- reads that nobody waits for any more, and prefetches that somebody waits for now --------------------------------------
+
+
+def ordered(small: SmallSpill):
+    orders = small.store.take_orders(0.0)
+    small.store.check()
+    return orders
+
+
+def test_the_end_of_the_last_lease_cancels_what_has_not_been_read():
+    small = SmallSpill(restored="abc")
+    first, second = small.acquire(ANNA, "abc"), small.acquire(BERT, "ab")
+    a, b, c = small.orders()
+    small.store.release(ANNA, first.lease_id, 0.0)
+    assert ordered(small).cancels == (c.record.offset,)
+
+    small.finish([a])
+    small.store.release(BERT, second.lease_id, 0.0)
+    assert ordered(small).cancels == (b.record.offset,)
+
+    small.finish([b, c], MoveProblem.CANCELLED)
+    assert small.counter("cancelled_reads_total") == 2
+    assert small.tiers_of("abc") == [0, 1, 1]  # nothing is wrong with them
+    assert small.tier().free_bytes == small.tier().capacity_bytes - PAGE
+
+
+def test_an_expired_lease_waits_no_more_and_keeps_its_slots_until_they_are_settled():
+    small = SmallSpill(restored="a")
+    small.acquire(ANNA, "a", ttl_s=1.0)
+    (move,) = small.orders()
+    small.store.expire(1.0)
+    assert ordered(small).cancels == (move.record.offset,)
+    small.finish([move], MoveProblem.CANCELLED, 1.0)
+    assert small.tier().free_bytes == small.tier().capacity_bytes
+
+
+def test_a_read_that_began_before_it_was_cancelled_is_kept():
+    small = SmallSpill(restored="a")
+    grant = small.acquire(ANNA, "a")
+    (move,) = small.orders()
+    small.store.release(ANNA, grant.lease_id, 0.0)
+    small.finish([move])
+    assert small.tiers_of("a") == [0]
+    assert small.counter("cancelled_reads_total") == 0
+
+
+def test_who_asks_between_a_cancellation_and_its_end_gets_the_block_all_the_same():
+    small = SmallSpill(restored="a")
+    grant = small.acquire(ANNA, "a")
+    (move,) = small.orders()
+    small.store.release(ANNA, grant.lease_id, 0.0)
+    assert ordered(small).cancels == (move.record.offset,)
+    later = small.acquire(BERT, "a")
+    assert small.orders() == []
+
+    small.finish([move], MoveProblem.CANCELLED)
+    (again,) = small.orders()
+    assert (again.record.offset, again.arena_offset) == (move.record.offset, move.arena_offset)
+    assert small.announced(later) == [False]
+    small.finish([again])
+    assert small.announced(later) == [True]
+
+
+def test_a_prefetch_is_not_cancelled_but_one_that_was_joined_is():
+    small = SmallSpill(restored="ab")
+    small.store.prefetch(small.namespace, small.keys("ab"), 0, 0.0)
+    a, _ = small.orders()
+    grant = small.acquire(ANNA, "a")
+    assert ordered(small).hastens == (a.record.offset,)
+    small.store.release(ANNA, grant.lease_id, 0.0)
+    assert ordered(small).cancels == (a.record.offset,)
+
+
+def test_joining_again_hastens_nothing_twice():
+    small = SmallSpill(restored="a")
+    small.store.prefetch(small.namespace, small.keys("a"), 0, 0.0)
+    small.orders()
+    small.acquire(ANNA, "a")
+    small.acquire(BERT, "a")
+    assert len(ordered(small).hastens) == 1
+
+
+def test_from_the_back_the_last_ones_come_first_in_runs_that_are_read_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.spill.MAX_IO_BYTES", 8 * PAGE)
+    blocks = [f"n{i}" for i in range(20)]
+    small = SmallSpill(restored=blocks, drives=(4,))
+    small.acquire(ANNA, blocks, first_needed=1, from_back=True)
+    names = [int(name[1:]) for name in small.names(small.orders())]
+    assert names == [*range(12, 20), *range(4, 12), 1, 2, 3]

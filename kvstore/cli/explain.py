@@ -1,0 +1,53 @@
+"""`kvstore explain`: what was found, predicted, chosen, and what happened, request by request."""
+
+import json
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("request_id", default="")
+@click.option(
+    "--last", type=click.IntRange(1, 1000), default=10, show_default=True, help="So many plans, newest first."
+)
+@click.option("--socket", help="Path of the sidecar's local socket.  [default: as for serve]")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of text.")
+@click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+def explain(*, request_id: str, last: int, socket: str | None, as_json: bool, deadline_s: float) -> None:
+    """Say why requests fetched or computed their prefixes: one request, by the id that its engine gave it, or the last ones."""
+    from kvstore.cli.fields import fields_of
+    from kvstore.client import Client
+    from kvstore.proto import kvstore_pb2 as pb
+
+    client = Client(socket, role=pb.TOOL, connect_deadline_s=deadline_s, call_deadline_s=deadline_s)
+    with client:
+        plans = client.explain(request_id=request_id, last=last)
+    if as_json:
+        click.echo(json.dumps([fields_of(plan) for plan in plans], indent=2))
+    elif plans:
+        _print(plans)
+    else:
+        click.echo(
+            f"no plan of a request {request_id!r} is remembered" if request_id else "nothing has been planned yet"
+        )
+
+
+def _print(plans: list[Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for record in plans:
+        plan = record.plan
+        console.print(Text.assemble((record.request_id, "bold"), (f"  {_ago(record.age_s)} ago", "dim")))
+        console.print(Text(record.words))
+        console.print(
+            Text(f"Predicted: {plan.total_s:.3f} s this way, {plan.recompute_s:.3f} s all computed.\n", style="dim")
+        )
+
+
+def _ago(age_s: float) -> str:
+    if age_s < 120:
+        return f"{age_s:.1f} s"
+    return f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.0f} h"
