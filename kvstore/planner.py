@@ -9,8 +9,8 @@ J has its least value where blocks go over from one tier to another, or where W 
 are looked at, in numpy, which takes less time than to find those few.
 
 An engine that can compute at the front while blocks come from the back gets all of them from both ends, unless they would be
-there sooner than it can compute one chunk. There no cut is needed, so none that is wrong; the plan only says how far the
-front may go while its engine is wanted by others.
+there sooner than it can compute one chunk. There no cut is needed, so none that is wrong; the plan only says where they
+should meet, and how far the front should go where others wait for its engine.
 """
 
 import math
@@ -164,8 +164,7 @@ class _Fetch:
 class _Meeting(NamedTuple):
     """Where the two ends meet, in blocks."""
 
-    front: int  # so many are computed ...
-    is_bounded: bool  # ... although the front could get further, at too high a price
+    front: int  # so many are computed
     met_s: float
     cost_s: float
 
@@ -183,7 +182,7 @@ def _meet(fetch: _Fetch, work: _Work) -> _Meeting | None:
     front = min(meet, cheap)
     met_s = max(wish.compute_wait_s + float(work.front_s[front]), float(fetch.back_s[front]))
     price_s = wish.compute_price * float(work.front_s[front] + work.rest_s[-1])
-    return _Meeting(front, cheap < fetch.num_blocks, met_s, work.total_s(fetch.num_blocks, met_s) + price_s)
+    return _Meeting(front, met_s, work.total_s(fetch.num_blocks, met_s) + price_s)
 
 
 def _from_both_ends(wish: PlanWish, fetch: _Fetch, work: _Work, meeting: _Meeting) -> FetchPlan:
@@ -192,7 +191,7 @@ def _from_both_ends(wish: PlanWish, fetch: _Fetch, work: _Work, meeting: _Meetin
     return FetchPlan(
         num_blocks=num_blocks,
         both_ends=True,
-        front_blocks=front if meeting.is_bounded else num_blocks,
+        front_blocks=front,
         fetch_s=fetch.all_s,
         recompute_s=work.recompute_s,
         total_s=work.total_s(num_blocks, meeting.met_s),
@@ -228,7 +227,7 @@ def _all_of_it(wish: PlanWish, fetch: _Fetch) -> FetchPlan:
     return FetchPlan(
         num_blocks=num_blocks,
         both_ends=both_ends,
-        front_blocks=num_blocks if both_ends else 0,
+        front_blocks=num_blocks // 2 if both_ends else 0,
         fetch_s=fetch.all_s,
         recompute_s=0.0,
         total_s=fetch.all_s,
