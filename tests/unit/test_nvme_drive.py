@@ -286,6 +286,31 @@ def test_a_callback_of_a_cancel_has_returned_when_the_drive_is_closed(bench):
         canceller.join(DEADLINE_S)
 
 
+def test_a_slow_drive_has_fewer_reads_in_flight_so_that_more_can_be_cancelled(bench):
+    b = bench(threads=4, max_io_bytes=64 * PAGE)
+    pages = {0, 64, 128, 192}
+    b.file.held = set(pages)
+    reads = zeros(b, READ, *range(256))
+    b.drive.submit(reads)
+    b.start()
+    b.file.wait_until_inside(*pages)
+    b.now_s += 2.0
+    b.file.let_go()
+    assert b.wait(reads) == [None] * 256
+
+    b.file.inside.clear()
+    b.file.held = set(pages)
+    again = zeros(b, READ, *range(256))
+    b.drive.submit(again)
+    b.file.wait_until_inside(0, 64)
+    b.wait_until_idle(4)
+    assert sorted(b.file.inside) == [0, 64]
+    b.drive.cancel(move.record.offset for move in again)
+    b.file.let_go()
+
+    assert b.wait(again) == [None] * 128 + [MoveProblem.CANCELLED] * 128
+
+
 def test_a_hastened_prefetch_does_not_wait_for_the_others(bench):
     b = bench()
     b.file.held = {0}

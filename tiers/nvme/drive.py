@@ -17,6 +17,7 @@ from kvstore.core.moves import BAD_SLOT, BlockRecord, Move, MoveDone, MoveProble
 from kvstore.tiers.nvme.file import BlockFile
 from kvstore.tiers.nvme.gate import WHOLE_DRIVE, Gate
 from kvstore.tiers.nvme.move_queue import MoveQueue, move_nbytes
+from kvstore.tiers.nvme.read_window import ReadWindow
 from kvstore.tiers.nvme.slot_io import SlotIO
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class Drive:
 
     Each arrow is a place where another thread may go on. A free thread does what keeps the drive busy first: it begins a
     read, else a write whose checksum is there, else checks what was read, else computes a checksum for a later write.
-    So a read waits for part of a write at most, and a joined I/O for no checksum but its own.
+    So a read waits for part of a write at most, and a joined I/O for no checksum but its own. On a slow drive fewer reads are
+    in flight, and smaller ones (ReadWindow), so that most can be cancelled or overtaken.
 
     Callbacks: `on_written` gets the records, with checksums, of blocks written well, before `on_done` gets the ends of all
     moves of that I/O. They run on these threads, several at once; they must be short and must not raise. The file belongs
@@ -92,6 +94,8 @@ class Drive:
         self._num_ahead = 0  # summed or being so
         self._begun_s: dict[int, float] = {}  # of each I/O in flight, by its id()
         self._num_writing = 0  # part of those in flight
+        self._reading_bytes = 0
+        self._window = ReadWindow(max_bytes=threads * max_io_bytes)
         self._num_open = 0  # I/Os taken and not reported
         self._num_idle = 0
         self._num_reporting = 0
@@ -199,6 +203,7 @@ class Drive:
                 return
             if self._begun_s.pop(id(io), None) is not None:
                 self._num_writing -= io.writes
+                self._reading_bytes -= 0 if io.writes else io.nbytes
             elif io.writes:
                 self._num_ahead -= 1
         io.problems = [MoveProblem.GONE] * len(io.moves)
@@ -217,7 +222,8 @@ class Drive:
 
     def _pick(self) -> "_Step | None":
         if self._may_read():
-            return self._begin(self._queue.take_reads(), self._read)
+            most = self._window.nbytes // min(2, self._max_in_flight)  # so that the next is on its way when one ends
+            return self._begin(self._queue.take_reads(most), self._read)
         if self._may_write():
             self._num_ahead -= 1
             self._num_writing += 1
@@ -234,7 +240,11 @@ class Drive:
         return self._may_read() or self._may_write() or bool(self._unchecked) or self._may_sum()
 
     def _may_read(self) -> bool:
-        return self._queue.has_reads and len(self._begun_s) < self._max_in_flight
+        return (
+            self._queue.has_reads
+            and len(self._begun_s) < self._max_in_flight
+            and self._reading_bytes < self._window.nbytes
+        )
 
     def _may_write(self) -> bool:
         return bool(self._summed) and len(self._begun_s) < self._max_in_flight and self._num_writing < self._max_writing
@@ -258,6 +268,8 @@ class Drive:
             self._num_ahead += 1
         else:
             self._begun_s[id(io)] = self._monotonic()
+            self._reading_bytes += io.nbytes
+            io.in_flight_bytes = self._reading_bytes
         return _Step(run, io)
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -265,7 +277,11 @@ class Drive:
     def _read(self, io: "_IO") -> None:
         io.problems = self._slots.read(io.moves)
         with self._changed:
-            del self._begun_s[id(io)]
+            begun_s = self._begun_s.pop(id(io))
+            self._reading_bytes -= io.nbytes
+            if not any(io.problems):
+                now_s, in_flight_bytes = self._monotonic(), io.in_flight_bytes
+                self._window.ended(io.nbytes, in_flight_bytes=in_flight_bytes, begun_s=begun_s, now_s=now_s)
             if self._num_idle and self._may_read() and io.nbytes >= _HAND_OVER_BYTES:
                 self._unchecked.append(io)  # for the thread that this one wakes when it begins the next read
                 return
@@ -382,6 +398,7 @@ class _IO:
     ticket: int | None  # of the gate; None: it is closed
     problems: list[MoveProblem | None] = field(default_factory=list)  # how each move went
     checksums: list[int] = field(default_factory=list)  # of writes
+    in_flight_bytes: int = 0  # of reads, when it began, itself included
     ended: bool = False  # being reported, or reported
 
     @property
