@@ -5,7 +5,7 @@ import uuid
 from kvstore.client import Client
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
-from kvstore.engine_connector.protocol import Connector, HandOver
+from kvstore.engine_connector.protocol import Connector, FetchPolicy, HandOver
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.worker_side import StoreWorkerSide
@@ -13,12 +13,25 @@ from kvstore.proto.kvstore_pb2 import BOTH
 
 
 def open_connector(
-    spec: KVSpec, *, socket_path: str | None = None, tenant: str = "", hand_over: HandOver | None = None
+    spec: KVSpec,
+    *,
+    socket_path: str | None = None,
+    tenant: str = "",
+    hand_over: HandOver | None = None,
+    fetch: str = FetchPolicy.PLANNED,
 ) -> Connector:
     """Connect to the sidecar at `socket_path` (default: where `kvstore serve` listens). An absent sidecar is no error:
-    the engine runs without, and with it as soon as it answers. `hand_over`: this instance's part in handing prompts over."""
+    the engine runs without, and with it as soon as it answers. `hand_over`: this instance's part in handing prompts over.
+    `fetch`: "planned", "always" or "never" (protocol.FetchPolicy); ConfigError for anything else."""
+    policy = FetchPolicy.named(fetch)
     client = Client(socket_path, instance=uuid.uuid4().bytes, role=BOTH, tenant=tenant, specs=[spec])
     session = StoreSession(client)
     session.start()
-    scheduler = StoreSchedulerSide(session, block_tokens=spec.block_tokens, clock=MonotonicClock(), hand_over=hand_over)
+    scheduler = StoreSchedulerSide(
+        session,
+        block_tokens=spec.block_tokens,
+        clock=MonotonicClock(),
+        hand_over=hand_over,
+        fetch=policy,
+    )
     return Connector(scheduler, StoreWorkerSide(session))

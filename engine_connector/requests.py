@@ -8,12 +8,13 @@
 
 Invariants, by which tests/unit/test_scheduler_side.py goes:
 
-R1 A request has at most one load at a time, and none of its blocks is saved while it loads; only in the step in which a load
-   by layers starts may its blocks be offered, because the engine drops those saves unless the load was good (R9).
+R1 A request has at most one load at a time, and none of its blocks is saved while it loads, nor computed, unless the load is
+   filled from both ends; only in the step in which a load by layers starts may its blocks be offered, because the engine drops
+   those saves unless the load was good (R9).
 R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort; when the
    sidecar could not be told, the Renew after the next connection ends it by not naming it.
 R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
-R4 A request whose load failed in any block is not matched again.
+R4 A request whose load failed or was late in any block is not matched again.
 R5 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
 R6 Blocks on a slower tier are prefetched for a request that waits, once: when it is asked about a second time without having
    got pages since the first. Asked about once it may load in the same step, and then Acquire brings them.
@@ -22,10 +23,14 @@ R7 A prompt that is to be pinned is pinned when all its full blocks are committe
 R8 A tail is saved in the step that ends with the prompt's last token, behind the prompt's full blocks, and counts as none.
 R9 A load goes by layers only if all of its blocks were in RAM when they were leased, and none was lost. Blocks whose save came
    to nothing are offered again, as soon as the request is computed again.
+R10 A load is filled from both ends only if the plan said so, no block was lost and none is a tail. What the engine computes
+   meanwhile is offered to the store once the load is over.
 """
 
 import enum
 from dataclasses import dataclass, field
+
+from kvstore.core.plans import FetchPlan
 
 
 class Prefetch(enum.Enum):
@@ -43,9 +48,11 @@ class PendingLoad:
 
     lease_id: int
     boot_id: bytes
-    block_ids: frozenset[int]  # all pages of the load, the lost ones too
+    block_ids: tuple[int, ...]  # all pages of the load, the lost ones too
+    started_s: float = 0.0
     in_ram: bool = False  # all of them, when they were leased
     by_layers: bool = False
+    from_back: bool = False
 
 
 @dataclass(slots=True)
@@ -67,13 +74,22 @@ class PinWish:
     pin_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What match said last: blocks behind those on the engine, and why so many."""
+
+    first_block: int = 0  # blocks on the engine when match was asked
+    plan: FetchPlan | None = None  # None: all that were found
+    plan_id: int = 0
+
+
 @dataclass(slots=True)
 class RequestState:
     """One live request. `boot_id` names the sidecar that `num_saved_blocks`, `prefetch` and `pinned` are true for."""
 
     pin: PinWish | None = None
     pinned: bool = False  # all of it
-    matched_from_block: int = 0  # blocks on the engine when match was last asked
+    offer: Offer = Offer()
     load: PendingLoad | None = None
     load_failed: bool = False
     save_job_ids: set[int] = field(default_factory=set)

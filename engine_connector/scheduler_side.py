@@ -16,9 +16,11 @@ from kvstore.client import Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, TAIL_KEEP_S
+from kvstore.core.plans import Match, MatchWish
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
+    FetchPolicy,
     HandOver,
     LoadJob,
     Request,
@@ -27,14 +29,21 @@ from kvstore.engine_connector.protocol import (
     WorkerOutput,
 )
 from kvstore.engine_connector.recent_sessions import RecentSessions
-from kvstore.engine_connector.requests import PendingLoad, PendingSave, PinWish, Prefetch, RequestState
+from kvstore.engine_connector.requests import Offer, PendingLoad, PendingSave, PinWish, Prefetch, RequestState
 from kvstore.engine_connector.session import Link, StoreSession
+from kvstore.engine_connector.step_times import StepTimes
 from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED
 
 logger = logging.getLogger(__name__)
 
 MIN_BLOCKS_BY_LAYERS = 4
 """A load of fewer blocks is over before the engine comes to its first layer."""
+
+MIN_BLOCKS_BOTH_ENDS = 2
+
+_PRICE_OF_ANOTHER, _MAX_PRICE = 0.25, 3.0
+"""What a second of the engine costs, in seconds of time to first token: a part of one for each other request that the last step
+computed, whose tokens come later for it; measured engines lose nothing more beyond the limit, since they batch."""
 
 
 class StoreSchedulerSide:
@@ -47,9 +56,15 @@ class StoreSchedulerSide:
         block_tokens: int,
         clock: Clock,
         hand_over: HandOver | None = None,
+        fetch: FetchPolicy = FetchPolicy.PLANNED,
+        chunk_tokens: int = 0,
         load_deadline_s: float = LOAD_DEADLINE_S,
     ) -> None:
+        """`chunk_tokens`: what the engine computes of a prompt at a time; 0: all, or not known."""
         assert block_tokens > 0
+        self._fetch = fetch
+        self._chunk_tokens = chunk_tokens
+        self._uses_both_ends = False
         self._saves_tails = hand_over in (HandOver.PRODUCER, HandOver.BOTH)
         self._loads_tails = hand_over in (HandOver.CONSUMER, HandOver.BOTH)
         self._session = session
@@ -64,6 +79,8 @@ class StoreSchedulerSide:
         self._renewed_s = clock.now_s()
         self._wire_ids = itertools.count(1)  # ours, not the engine's: any text is a request id there
         self._renewed_link = session.link
+        self._times = StepTimes(clock)
+        self._planning_link: Link | None = None  # whose sidecar has answered with a plan
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """See protocol.SchedulerSide. One Match of all keys but the last token's block, and one Prefetch if the request
@@ -71,17 +88,25 @@ class StoreSchedulerSide:
         state, link = self._state(request), self._session.link
         first = num_computed_tokens // self._block_tokens
         keys = self._loadable_keys(request)
-        state.matched_from_block = first
-        if link is None or state.load_failed or request.cache.no_read or len(keys) <= first:
+        state.offer = Offer(first)
+        never = self._fetch is FetchPolicy.NEVER or request.cache.no_read
+        if link is None or state.load_failed or never or len(keys) <= first:
             return 0
         state.follow_boot(link.boot_id)
-        match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys))
+        has_tail = len(keys) > len(self._full_block_keys(request))
+        wish = self._wish(request, first, has_tail=has_tail) if self._fetch is FetchPolicy.PLANNED else None
+        match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys, wish))
+        if match is not None and match.plan is not None:
+            self._planning_link = link
         if match is None or match.num_blocks <= first:
             return 0
-        if any(match.tiers[first:]):
-            self._prefetch_if_waiting(state, link, keys[: match.num_blocks])
-        whole = self._loads_tails and match.num_blocks == len(keys) and keys[-1] == request.tail_hash
-        return (request.num_prompt_tokens if whole else match.num_blocks * self._block_tokens) - num_computed_tokens
+        state.offer = Offer(first, match.plan, match.plan_id)
+        has_tail = has_tail and match.num_blocks == len(keys)
+        last = self._planned_end(match, first, has_tail=has_tail)
+        if any(match.tiers[first:last]):
+            self._prefetch_if_waiting(state, link, keys[:last])
+        whole = has_tail and last == len(keys)
+        return (request.num_prompt_tokens if whole else last * self._block_tokens) - num_computed_tokens
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """See protocol.SchedulerSide. One Acquire."""
@@ -90,29 +115,59 @@ class StoreSchedulerSide:
         assert state.load is None, "R1: one load at a time"
         if num_external_tokens == 0:
             return
-        first = state.matched_from_block
+        first, plan, plan_id = state.offer.first_block, state.offer.plan, state.offer.plan_id
         last = first + -(-num_external_tokens // self._block_tokens)
         keys = self._loadable_keys(request)[:last]
         assert len(keys) == last, "more tokens than were matched"
-        link, wire_id = self._session.link, str(next(self._wire_ids))
+        from_back = plan is not None and plan.both_ends
+        link, wire_id, started_s = self._session.link, str(next(self._wire_ids)), self._clock.now_s()
         boot_id = b"" if link is None else link.boot_id
         grant = self._session.ask(
-            link, lambda client, link: client.acquire(wire_id, link.namespace, keys, first_needed=first)
+            link,
+            lambda client, link: client.acquire(
+                wire_id, link.namespace, keys, first_needed=first, from_back=from_back, plan_id=plan_id
+            ),
         )
         pages = tuple(block_ids[first:last])
         if grant is None or grant.lease_id == 0:
-            state.load = PendingLoad(0, boot_id, frozenset(pages))
+            state.load = PendingLoad(0, boot_id, pages, started_s)
             self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
             return
         num_granted = grant.num_blocks - first
         moves = tuple(map(BlockMove, pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
         assert len(moves) == num_granted == len(grant.offsets) == len(grant.generations)
         in_ram = all(grant.ready) and num_granted == len(pages)
-        state.load = PendingLoad(grant.lease_id, boot_id, frozenset(pages), in_ram=in_ram)
+        state.load = PendingLoad(grant.lease_id, boot_id, pages, started_s, in_ram=in_ram)
         deadline_s = min(self._load_deadline_s, grant.expires_in_s)
+        if plan is not None and not from_back and plan.deadline_s > 0:
+            deadline_s = min(deadline_s, plan.deadline_s)
         self._new_loads.append(
             LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, pages[num_granted:])
         )
+
+    def use_both_ends(self, chunk_tokens: int) -> None:
+        """See protocol.BothEndsScheduler."""
+        self._uses_both_ends, self._chunk_tokens = True, chunk_tokens
+
+    def fill_from_back(self, request: Request) -> bool:
+        """See protocol.BothEndsScheduler."""
+        state, job = self._state(request), self._new_loads[-1]
+        load, plan = state.load, state.offer.plan
+        assert load is not None
+        assert job.request_id == request.request_id
+        num_blocks = len(job.moves)
+        if plan is None or not plan.both_ends or num_blocks < max(len(load.block_ids), MIN_BLOCKS_BOTH_ENDS):
+            return False
+        load.from_back = True
+        meet = min(plan.front_blocks, num_blocks)
+        self._new_loads[-1] = replace(
+            job,
+            from_back=True,
+            front_blocks=meet if self._price(request) else num_blocks,
+            meet_block=meet,
+            expected_s=plan.fetch_s * (num_blocks - meet) / num_blocks,
+        )
+        return True
 
     def load_by_layers(self, request: Request) -> bool:
         """See protocol.LayerwiseScheduler."""
@@ -129,16 +184,19 @@ class StoreSchedulerSide:
         """See protocol.SchedulerSide. At most one Reserve for each request that fills a block in the step, and one for the tail
         of a prompt that is complete."""
         self._renew_when_due()
+        self._report_when_due()
         loads, self._new_loads = tuple(self._new_loads), []
         saves = [
             job for item in scheduled for job in (self._save_blocks(item), self._save_tail(item)) if job is not None
         ]
-        return ConnectorMetadata(loads, tuple(saves), preempted_request_ids, self._session.boot_id)
+        step = self._times.begin(scheduled)
+        return ConnectorMetadata(loads, tuple(saves), preempted_request_ids, self._session.boot_id, step)
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         """See protocol.SchedulerSide."""
+        self._times.end(output)
         for request_id in output.finished_loading:
-            self._finish_load(request_id, output.failed_block_ids)
+            self._finish_load(request_id, output)
         for job_id, written in output.finished_saving:
             self._finish_save(job_id, written)
 
@@ -192,8 +250,9 @@ class StoreSchedulerSide:
         restart of the sidecar this is how it is filled again.
         """
         request, state = item.request, self._state(item.request)
-        assert state.load is None or state.load.by_layers, "R1: nothing is saved from a request that is loading"
-        if request.cache.no_store:
+        load = state.load
+        assert load is None or load.by_layers or load.from_back, "R1: nothing is computed of a request that is loading"
+        if request.cache.no_store or (load is not None and load.from_back):
             return None
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
         num_full = min(num_filled, len(request.block_hashes))
@@ -297,22 +356,55 @@ class StoreSchedulerSide:
         """All full blocks but one that holds the last token, which must be computed for its logits. Behind those of a prompt
         its tail, if the last token is beyond the prompt and not beyond the tail's page."""
         num_loadable, num_prompt_tokens = request.num_tokens - 1, request.num_prompt_tokens
-        keys = list(request.block_hashes[: num_loadable // self._block_tokens])
+        keys = self._full_block_keys(request)
         is_last = len(keys) == num_prompt_tokens // self._block_tokens and num_loadable >= num_prompt_tokens
         return [*keys, request.tail_hash] if self._loads_tails and is_last and request.tail_hash else keys
+
+    def _full_block_keys(self, request: Request) -> list[bytes]:
+        return list(request.block_hashes[: (request.num_tokens - 1) // self._block_tokens])
+
+    def _wish(self, request: Request, first: int, *, has_tail: bool) -> MatchWish:
+        return MatchWish(
+            request.request_id,
+            request.num_tokens,
+            first_needed=first,
+            chunk_tokens=self._chunk_tokens,
+            compute_price=self._price(request),
+            both_ends=self._uses_both_ends and not has_tail,
+            deadline_s=self._load_deadline_s,
+        )
+
+    def _price(self, request: Request) -> float:
+        return min(_MAX_PRICE, _PRICE_OF_ANOTHER * self._times.num_others(request.request_id))
+
+    @staticmethod
+    def _planned_end(match: Match, first: int, *, has_tail: bool) -> int:
+        """First block that is not to be loaded. A tail goes with all full blocks before it: the planner does not know of it."""
+        if match.plan is None or match.plan.num_blocks >= match.num_blocks - has_tail - first:
+            return match.num_blocks
+        return first + match.plan.num_blocks
 
     def _prefetch_if_waiting(self, state: RequestState, link: Link, keys: list[bytes]) -> None:
         """R6."""
         if state.prefetch is Prefetch.DUE:
-            first = state.matched_from_block
+            first = state.offer.first_block
             self._session.ask(link, lambda client, link: client.prefetch(link.namespace, keys, first_needed=first))
         state.prefetch = Prefetch.DUE if state.prefetch is Prefetch.NOT_DUE else Prefetch.SENT
 
-    def _finish_load(self, request_id: str, failed_block_ids: frozenset[int]) -> None:
+    def _finish_load(self, request_id: str, output: WorkerOutput) -> None:
         state = self._requests[request_id]
-        assert state.load is not None
-        state.load_failed = not state.load.block_ids.isdisjoint(failed_block_ids)
-        self._release(state.load, FAILED if state.load_failed else LOADED)
+        load, failed = state.load, output.failed_block_ids
+        assert load is not None
+        filled_from = next((each.first_block for each in output.filled_from if each.request_id == request_id), None)
+        num_failed = sum(block_id in failed for block_id in load.block_ids)
+        if filled_from is None:
+            num_loaded = next((i for i, page in enumerate(load.block_ids) if page in failed), len(load.block_ids))
+        else:
+            num_loaded = len(load.block_ids) - filled_from
+        copied_s = next((each.seconds for each in output.load_times if each.request_id == request_id), None)
+        seconds = self._clock.now_s() - load.started_s if copied_s is None else copied_s
+        state.load_failed = num_failed > 0
+        self._release(load, FAILED if num_failed else LOADED, num_loaded=num_loaded, seconds=seconds)
         state.load = None
         self._forget_when_done(request_id, state)
 
@@ -324,10 +416,13 @@ class StoreSchedulerSide:
             self._release(state.load, CANCELLED)
             state.load = None
 
-    def _release(self, load: PendingLoad, outcome: int) -> None:
+    def _release(self, load: PendingLoad, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
         link = self._session.link
         if load.lease_id and link is not None and load.boot_id == link.boot_id:
-            self._session.ask(link, lambda client, _: client.release(load.lease_id, outcome))
+            self._session.ask(
+                link,
+                lambda client, _: client.release(load.lease_id, outcome, num_loaded=num_loaded, seconds=seconds),
+            )
 
     # --- both ----------------------------------------------------------------------------------------------------------
 
@@ -343,6 +438,12 @@ class StoreSchedulerSide:
         lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == link.boot_id]
         if lease_ids or reconnected:
             self._session.ask(link, lambda client, _: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=True))
+
+    def _report_when_due(self) -> None:
+        """One Report of this engine's speeds, at most every REPORT_INTERVAL_S, to a sidecar that plans with them."""
+        link = self._planning_link
+        if link is self._session.link is not None and (speeds := self._times.take_due()) is not None:
+            self._session.ask(link, lambda client, link: client.report(link.namespace, **speeds._asdict()))
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)

@@ -120,7 +120,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         )
         session = StoreSession(client)
         session.start()
-        side = StoreSchedulerSide(session, block_tokens=spec.block_tokens, clock=MonotonicClock())
+        side = StoreSchedulerSide(
+            session,
+            block_tokens=spec.block_tokens,
+            clock=MonotonicClock(),
+            fetch=self._settings.fetch,
+            chunk_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+        )
         self._requests = VllmRequests(side)
 
     def on_new_request(self, request: "Request") -> None:
@@ -209,7 +215,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def build_connector_worker_meta(self) -> StepOutput | None:
         """For our scheduler half."""
         output = self._on_worker.output
-        return None if output == WorkerOutput() else StepOutput(output)
+        return StepOutput(output) if output.step or output != WorkerOutput() else None
 
     @property
     def _on_worker(self) -> "_WorkerRole":

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
+from kvstore.engine_connector.protocol import FetchPolicy
 
 _VOLATILE_CONFIG = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _DIGEST_NBYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
@@ -24,10 +25,11 @@ class ConnectorSettings(NamedTuple):
 
     socket: str | None = None
     tenant: str = ""
+    fetch: FetchPolicy = FetchPolicy.PLANNED
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> "ConnectorSettings":
-        """Raises ConfigError for an unknown key or a value that is not text."""
+        """Raises ConfigError for an unknown key, a value that is not text, or an unknown policy."""
         for name, value in extra.items():
             if name not in cls._fields:
                 raise ConfigError(
@@ -39,7 +41,8 @@ class ConnectorSettings(NamedTuple):
                 raise ConfigError(
                     f"kv_connector_extra_config.{name}: {value!r} is not text", field=name, value=str(value)
                 )
-        return cls(**extra)  # type: ignore[arg-type]  # checked above
+        settings = cls(**extra)  # type: ignore[arg-type]  # checked above
+        return settings._replace(fetch=FetchPolicy.named(settings.fetch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

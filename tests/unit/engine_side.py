@@ -7,7 +7,7 @@ from in_process_sidecar import SEGMENT_BYTES, InProcessClient, InProcessSidecar
 
 from kvstore.client import Prefetched
 from kvstore.core.keys import KVSpec, unpack_keys
-from kvstore.core.plans import TIERS, Match
+from kvstore.core.plans import TIERS, Match, MatchWish
 from kvstore.engine_connector.protocol import (
     CacheOptions,
     ConnectorMetadata,
@@ -69,8 +69,8 @@ class Client(InProcessClient):
         self.on_drive: set[bytes] = set()
         self.wishes: list[Wish] = []
 
-    def match(self, namespace: bytes, keys: list[bytes]) -> Match:
-        match = super().match(namespace, keys)
+    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None) -> Match:
+        match = super().match(namespace, keys, wish)
         tiers = [TIERS.index("nvme" if key in self.on_drive else "pinned") for key in keys[: match.num_blocks]]
         return match._replace(tiers=bytes(tiers))
 

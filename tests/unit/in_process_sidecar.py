@@ -17,7 +17,7 @@ from kvstore.core.blocks import Extent, Holder
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import PeerUnavailable
 from kvstore.core.keys import KVSpec, unpack_keys
-from kvstore.core.plans import Match, NamespaceInfo
+from kvstore.core.plans import FetchPlan, Match, MatchWish, NamespaceInfo
 from kvstore.store import Store
 from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
@@ -72,7 +72,8 @@ class InProcessSidecar:
 
 @dataclass
 class InProcessClient:
-    """As kvstore.client.Client. `calls` names the verbs that reached the store, in order."""
+    """As kvstore.client.Client, which answers each wish with `plan`. `calls` names the verbs that reached the store, in order;
+    the others say what came with them."""
 
     sidecar: InProcessSidecar
     spec: KVSpec
@@ -81,6 +82,11 @@ class InProcessClient:
     arena: Arena | None = None
     namespaces: tuple[NamespaceInfo, ...] = ()
     calls: list[str] = field(default_factory=list)
+    plan: FetchPlan | None = None
+    match_wishes: list[MatchWish | None] = field(default_factory=list)
+    acquired: list[tuple[bool, int]] = field(default_factory=list)
+    released: list[tuple[int, int, float]] = field(default_factory=list)
+    reports: list[tuple[tuple, int, float]] = field(default_factory=list)
     closed: bool = False
     _holder: Holder | None = None
 
@@ -93,10 +99,23 @@ class InProcessClient:
         info = self.sidecar.store.open_namespace(self.spec, "")
         self.namespaces = (NamespaceInfo(info.namespace, info.block_nbytes, info.num_blocks, ()),)
 
-    def match(self, namespace: bytes, keys: list[bytes]) -> Match:
-        return self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
+    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None) -> Match:
+        match = self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
+        self.match_wishes.append(wish)
+        return match if wish is None or self.plan is None else match._replace(plan=self.plan, plan_id=1)
 
-    def acquire(self, request_id: str, namespace: bytes, keys: list[bytes], *, first_needed: int = 0) -> Acquired:
+    def acquire(
+        self,
+        request_id: str,
+        namespace: bytes,
+        keys: list[bytes],
+        *,
+        first_needed: int = 0,
+        from_back: bool = False,
+        plan_id: int = 0,
+    ) -> Acquired:
+        self.acquired.append((from_back, plan_id))
+
         def run(store: Store, now_s: float) -> Acquired:
             grant = store.acquire(self._held_by(), request_id, namespace, keys, first_needed, 0.0, now_s)
             ready = b"\x01" * len(grant.extents)
@@ -125,7 +144,8 @@ class InProcessClient:
     def abort(self, lease_id: int) -> None:
         self._call("abort", lambda store, now_s: store.abort(self._held_by(), lease_id, now_s))
 
-    def release(self, lease_id: int, outcome: int) -> None:
+    def release(self, lease_id: int, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
+        self.released.append((outcome, num_loaded, seconds))
         self._call("release", lambda store, now_s: store.release(self._held_by(), lease_id, now_s))
 
     def renew(self, lease_ids: list[int], ttl_s: float = 0.0, *, others_ended: bool = False) -> list[int]:
@@ -140,6 +160,12 @@ class InProcessClient:
     def cool(self, namespace: bytes, keys: bytes) -> int:
         unpacked = unpack_keys(keys, self.spec.hash.digest_nbytes)
         return self._call("cool", lambda store, now_s: store.cool(namespace, unpacked, now_s))
+
+    def report(
+        self, namespace: bytes, *, prefill: Sequence[tuple[float, float, float]], copy_nbytes: int, copy_s: float
+    ) -> None:
+        assert namespace == self.spec.namespace()
+        self._call("report", lambda _store, _now_s: self.reports.append((tuple(prefill), copy_nbytes, copy_s)))
 
     def close(self) -> None:
         self._lose()
