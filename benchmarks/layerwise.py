@@ -52,7 +52,7 @@ def run(
             layerwise: stack.enter_context(
                 LLM(
                     path,
-                    connector_factory=lambda spec: open_connector(spec, socket_path=str(socket)),
+                    connector_factory=lambda spec: open_connector(spec, socket_path=str(socket), fetch="always"),
                     num_pages=num_pages,
                     layerwise=layerwise,
                     **settings,

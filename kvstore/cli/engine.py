@@ -38,6 +38,13 @@ def engine() -> None:
 @click.option("--served-model-name", metavar="NAME", help="[default: the model's file or folder]")
 @click.option("--socket", metavar="PATH", help="The sidecar's.  [default: where `kvstore serve` listens]")
 @click.option("--tenant", default="", help="Whose blocks these are.")
+@click.option(
+    "--fetch",
+    type=click.Choice(["planned", "always", "never"]),
+    default="planned",
+    show_default=True,
+    help="What the sidecar has: as far as it comes sooner than it is computed, all of it, or nothing.",
+)
 @click.option("--no-store", is_flag=True, help="Run without a sidecar.")
 @click.option(
     "--hand-over",
@@ -139,7 +146,11 @@ def _connector_factory(options: dict[str, Any]) -> "Callable[[KVSpec], Connector
     from kvstore.engine_connector.local import open_connector
 
     return functools.partial(
-        open_connector, socket_path=options["socket"], tenant=options["tenant"], hand_over=_hand_over(options)
+        open_connector,
+        socket_path=options["socket"],
+        tenant=options["tenant"],
+        hand_over=_hand_over(options),
+        fetch=options["fetch"],
     )
 
 

@@ -15,7 +15,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.engine.llm import LLM, RequestOutput
 from kvstore.engine_connector.engine.sampler import SamplingParams
-from kvstore.engine_connector.protocol import Connector, HandOver, LayeredPages, Pages
+from kvstore.engine_connector.protocol import Connector, FetchPolicy, HandOver, LayeredPages, Pages
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.worker_side import StoreWorkerSide
@@ -93,8 +93,10 @@ class Engine:
         before: Hook,
         call_deadline_s: float,
         hand_over: HandOver | None = None,
+        fetch: FetchPolicy = FetchPolicy.ALWAYS,  # so tiny a model computes sooner than anything is fetched
         **settings: Any,
     ) -> None:
+        self._fetch = fetch
         self._socket, self._before, self._call_deadline_s = socket, before, call_deadline_s
         self._hand_over = hand_over
         self.llm = LLM(model, connector_factory=self._connect, **(SMALL | settings))
@@ -102,7 +104,7 @@ class Engine:
     def _connect(self, spec: KVSpec) -> Connector:
         self.session = self._open_session(instance=uuid.uuid4().bytes, role=pb.BOTH, specs=[spec])
         self.scheduler = StoreSchedulerSide(
-            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over
+            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over, fetch=self._fetch
         )
         return Connector(self.scheduler, WatchedWorker(self.session, self._before))
 
@@ -138,7 +140,7 @@ class SplitEngine(Engine):
         self.session = self._open_session(instance=instance, role=pb.SCHEDULER, specs=[spec], want_arena=False)
         self.worker_session = self._open_session(instance=instance, role=pb.WORKER)
         self.scheduler = StoreSchedulerSide(
-            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over
+            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over, fetch=self._fetch
         )
         return Connector(self.scheduler, WatchedWorker(self.worker_session, self._before))
 

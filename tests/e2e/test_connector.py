@@ -94,7 +94,9 @@ def test_the_connector_that_users_open_does_the_same(bench: Bench, sidecar: Side
     bench.engine(sidecar.socket).ask(prompt)
 
     with LLM(
-        bench.model, connector_factory=lambda spec: open_connector(spec, socket_path=str(sidecar.socket)), **SMALL
+        bench.model,
+        connector_factory=lambda spec: open_connector(spec, socket_path=str(sidecar.socket), fetch="always"),
+        **SMALL,
     ) as llm:
         outputs = llm.generate([prompt], GREEDY)
 

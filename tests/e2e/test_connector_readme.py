@@ -56,7 +56,7 @@ def test_the_program_runs_and_its_second_engine_loads(readme: dict[str, Any], si
 
 def test_a_wrong_byte_changes_its_tokens(readme: dict[str, Any]) -> None:
     """Else it would show nothing."""
-    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"]))
+    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"], fetch="always"))
     copy_in = engine.pages.copy_in
 
     def copy_wrong(block_id: int, block: np.ndarray) -> None:
@@ -68,7 +68,7 @@ def test_a_wrong_byte_changes_its_tokens(readme: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_good", [0, 2])
 def test_what_fails_to_load_is_computed(readme: dict[str, Any], num_good: int) -> None:
-    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"]))
+    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"], fetch="always"))
     copy_in, numbers = engine.pages.copy_in, itertools.count()
 
     def break_down(block_id: int, block: np.ndarray) -> None:
@@ -84,7 +84,7 @@ def test_what_fails_to_load_is_computed(readme: dict[str, Any], num_good: int) -
 
 
 def test_it_runs_with_a_dead_sidecar(readme: dict[str, Any], sidecar: SidecarProcess) -> None:
-    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"]))
+    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"], fetch="always"))
     sidecar.kill()
 
     request = readme["answer"](engine, "alone")
@@ -94,7 +94,7 @@ def test_it_runs_with_a_dead_sidecar(readme: dict[str, Any], sidecar: SidecarPro
 
 
 def test_its_wishes_are_heard(readme: dict[str, Any]) -> None:
-    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"]))
+    engine = readme["ToyEngine"](readme["open_connector"](readme["SPEC"], fetch="always"))
     wishes = readme["CacheOptions"](no_read=True, session_id="s")
     request = readme["ToyRequest"]("wishes", list(readme["PROMPT"]), cache=wishes)
 

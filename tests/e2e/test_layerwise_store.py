@@ -76,7 +76,7 @@ def run_to_end(engine: Engine) -> list:
 def test_the_connector_that_users_open_can(bench: Bench, sidecar: SidecarProcess, prompt: list[int]) -> None:
     with LLM(
         bench.model,
-        connector_factory=lambda spec: open_connector(spec, socket_path=str(sidecar.socket)),
+        connector_factory=lambda spec: open_connector(spec, socket_path=str(sidecar.socket), fetch="always"),
         layerwise=True,
         num_pages=128,
         block_tokens=4,
