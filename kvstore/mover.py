@@ -163,8 +163,7 @@ class Mover:
     """Carries the store's orders to `tier`, whose callbacks are `moved.put` and `forgotten.put`. Loop thread only.
 
     `wall_s` is the time of day, for budgets by the day, which outlive this process. `on_recovered` is called when every
-    block is back in the store, before the store begins to order; `on_probed(latency_s, bytes_per_s)` later, if the drives have
-    told how fast they read.
+    block is back in the store, before the store begins to order; how fast the drives read it hears beside that.
 
         OPENING -> RECOVERING -> MOVING        ->OFF from the first two, for good
     """
@@ -179,7 +178,6 @@ class Mover:
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         on_recovered: "Callable[[Recovered], None]",
-        on_probed: Callable[[float, float], None] | None = None,
         wall_s: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
     ) -> None:
@@ -190,7 +188,6 @@ class Mover:
         self._loop = loop
         self._clock = clock
         self._on_recovered = on_recovered
-        self._on_probed = on_probed
         self._wall_s = wall_s
         self._tick_s = tick_s
         self._num_in_flight = 0
@@ -338,8 +335,7 @@ class Mover:
             logger.error("the drives' speed is not known: probing crashed", exc_info=err)
         elif (speed := probing.result()) is not None:
             logger.info("drives read latency_s=%.6f bytes_per_s=%.0f", speed.latency_s, speed.bytes_per_s)
-            if self._on_probed is not None:
-                self._on_probed(speed.latency_s, speed.bytes_per_s)
+            self._store.set_tier_speed(speed.latency_s, speed.bytes_per_s)
 
     def _turn_off(self, reason: str) -> None:
         logger.error("drives are off reason=%s", reason)

@@ -137,6 +137,9 @@ class NotingStore:
     def start_spilling(self, written: dict[int, int], wall_offset_s: float) -> None:
         self.note("start", written, wall_offset_s)
 
+    def set_tier_speed(self, latency_s: float, bytes_per_s: float) -> None:
+        self.note("probed", latency_s, bytes_per_s)
+
     def kinds(self) -> list[object]:
         return [kind for kind, *_ in self.told if kind != "tick"]
 
@@ -218,7 +221,6 @@ class House:
             loop=self.loop,
             clock=self.clock,
             on_recovered=lambda recovered: self.store.note("recovered", recovered.next_generation),
-            on_probed=lambda latency_s, bytes_per_s: self.store.note("probed", latency_s, bytes_per_s),
             wall_s=lambda: 5000.0,
             **timing,
         )
