@@ -38,8 +38,7 @@ class Axis(NamedTuple):
         return math.log(value) if self.log else value
 
     def _within(self, value: float) -> bool:
-        slack = 1e-9 * (self.high - self.low)
-        return self.low - slack <= value <= self.high + slack
+        return self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)
 
 
 def axis_over(values: Iterable[float], *, log: bool) -> Axis | None:

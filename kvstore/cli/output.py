@@ -230,6 +230,12 @@ def as_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def as_term(value: float) -> str:
+    """As it stands in a formula: whole if it is and no longer than 12 digits, else with six figures (2.21558e-05)."""
+    whole = abs(value) < 1e12 and math.isclose(value, round(value), rel_tol=1e-12)
+    return str(round(value)) if whole else f"{value:.6g}"
+
+
 def as_count(value: float) -> str:
     """Whole: 327,680."""
     return f"{value:,.0f}"

@@ -58,8 +58,9 @@ _NEAREST = 4
 
 
 def simple(name: str) -> str:
-    """What of a name is compared: no owner before a slash, no case, no spaces, dashes and underscores."""
-    return re.sub(r"[\s_\-]+", "", name.rpartition("/")[2].lower())
+    """What of a name is compared: no owner (a word and a slash), no case, no spaces, dashes and underscores. "400G NDR/RoCE"
+    has no owner: what stands before its slash is two words."""
+    return re.sub(r"[\s_\-]+", "", re.sub(r"^[\w.\-]+/(?=\S)", "", name).lower())
 
 
 def without_suffixes(name: str) -> str:
