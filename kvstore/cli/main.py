@@ -10,6 +10,7 @@ from kvstore.core.errors import KVStoreError
 
 COMMANDS = {
     "bench": "kvstore.cli.bench:bench",
+    "break-even": "kvstore.cli.break_even:break_even",
     "check": "kvstore.cli.check:check",
     "demo": "kvstore.cli.demo:demo",
     "engine": "kvstore.cli.engine:engine",
@@ -21,6 +22,7 @@ COMMANDS = {
 
 SHORT_HELP = {
     "bench": "Measure a server.",
+    "break-even": "Calculate when fetching a cached prefix is faster than computing it.",
     "check": "Verify what is on a drive, and repair it.",
     "demo": "Show two engine processes share one prefill.",
     "engine": "Run the included engine.",
