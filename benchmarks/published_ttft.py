@@ -26,7 +26,7 @@ from kvstore.tables import rows as tables
 QUESTION = "Published times to the first token, predicted"
 DATA = Path(__file__).parent / "data" / "published_ttft.csv"
 MEDIAN_LIMIT, WORST_LIMIT, PRIOR_LIMIT, FORM_LIMIT = 0.10, 0.25, 0.25, 0.08
-PAGE_BYTES = 16 * 2 * 128 * 32 * 2 / 2
+PAGE_BYTES = 16 * 32 * 128 * 2
 """Llama-2-7B's 16 tokens of K (or V) of a layer: what a store that copies page by page moves at once. 131,072 B."""
 
 

@@ -22,6 +22,7 @@ from kvstore.cli.output import (
     Figure,
     Report,
     Rows,
+    Value,
     Work,
     as_bandwidth,
     as_bytes,
@@ -130,7 +131,7 @@ def _tier_rows(case: Case, answers: Sequence[TierAnswer]) -> Rows:
         Column("faster_alone", ""),
         Column("source", ""),
     ]
-    found = [
+    found: list[dict[str, Value]] = [
         {
             "name": answer.tier.name,
             "fetch_s": answer.fetch_s,
@@ -159,7 +160,7 @@ def _hit_rows(hits: Sequence[HitAnswer]) -> Rows:
         Column("fetched_s", "fetched", as_seconds),
         Column("overlapped_s", "both ends", as_seconds),
     ]
-    found = [
+    found: list[dict[str, Value]] = [
         {
             "name": hit.tier.name,
             "hit_rate": hit.hit_rate,
@@ -180,7 +181,7 @@ def _keep_rows(keeps: Sequence[KeepAnswer]) -> Rows:
         Column("keep_mean_s", "mean", as_seconds),
         Column("keep_last_s", "last token", as_seconds),
     ]
-    found = [
+    found: list[dict[str, Value]] = [
         {
             "name": keep.storage.name,
             "usd_per_gb_month": keep.storage.usd_per_byte_s * 1e9 * MONTH_S,
