@@ -289,6 +289,7 @@ def remarks(scored: Sequence[Scored], told: Sequence[Sign], unknown: Sequence[Pu
         f"the worst between the ends: {between}: MLA's KV is small, a load is mostly latency, and that grew with the length",
         f"the worst that nothing was fitted to: {alone}: what experts cost beside their FLOPs is known from other GPUs only",
         f"not scored, as their model is not in models.csv: {', '.join(row.id for row in unknown)}",
+        "with nothing fitted, the 8B rows are no independent test: the engine's overhead of 1.10 was seen on them (QwQ's are)",
         "fitted rows are the two ends, from which the constants are; transfers are KV moved between GPUs, without computing",
     ]
 

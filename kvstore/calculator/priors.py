@@ -178,7 +178,7 @@ def _sigmas(setup: Setup, *, tabled: bool) -> tuple[float, float, float]:
         return 0.8, 0.6, 0.25
     if setup.num_gpus >= _FLOOR_GPUS:
         return 0.8, 0.4, 0.25
-    return (0.8, 0.1, 0.1) if tabled else (0.8, 0.2, 0.2)
+    return (0.8, 0.2, 0.15) if tabled else (0.8, 0.3, 0.2)
 
 
 def _cost(setup: Setup, *, a_s: float, attention: float) -> PrefillCost:
