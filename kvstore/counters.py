@@ -1,5 +1,6 @@
 """What Store counts since start, with the sentence that metrics show."""
 
+from kvstore.core.loans import LoanProblem
 from kvstore.core.moves import FAILURES
 
 COUNTERS = {
@@ -28,6 +29,13 @@ COUNTERS = {
     **{f"failed_reads_{problem}_total": f"Reads from a drive that failed: {problem}." for problem in FAILURES},
     **{f"failed_writes_{problem}_total": f"Writes to a drive that failed: {problem}." for problem in FAILURES},
     "cancelled_reads_total": "Blocks not read from a drive because nobody waited for them any more.",
+    "fetched_blocks_total": "Blocks fetched from peers.",
+    "retried_fetches_total": "Fetches that were asked of another peer after one had failed.",
+    "suspected_peers_total": "Times that a peer failed and was left alone for a while.",
+    **{
+        f"failed_fetches_{problem}_total": f"Blocks that did not come from a peer: {problem}."
+        for problem in LoanProblem
+    },
     "granted_leases_total": "Leases granted.",
     "expired_leases_total": "Leases that expired, by time or with their connection.",
     "refused_leases_total": "Leases refused: too many, or too much in limbo.",

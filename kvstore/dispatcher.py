@@ -244,7 +244,7 @@ class Dispatcher:
             spec.block_nbytes,
             wish,
             match,
-            self._store.quotes(now_s),
+            self._store.quotes(namespace, keys, match, now_s),
             now_s,
         )
         first = wish.first_needed + plan.num_blocks

@@ -15,6 +15,7 @@ Rows = NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
 
 NO_PARENT = -1
+NO_ROWS: Rows = np.empty(0, np.int64)
 
 KEPT, MORTAL = 1, 2
 """Marks of a row (pins.py): not to be evicted; has a time to live, and goes to no slower tier."""

@@ -9,7 +9,7 @@ Everything here is a decision or the account of one; the I/O is done by whoever 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from itertools import repeat
 from typing import Literal, NamedTuple, Protocol
 
@@ -375,8 +375,9 @@ class Spill:
             self._removing_bytes[forget.offset >> DRIVE_SHIFT] -= self._slots.slot_nbytes(forget.nbytes)
         self._slots.free_many(_slots_of(retired))
 
-    def check(self) -> None:
-        """I3 on the drives, once their segments are added, and that every move holds what it moves."""
+    def check(self, borrowed: Collection[int] = ()) -> None:
+        """I3 on the drives, once their segments are added, and that every move holds what it moves. `borrowed`: rows that come
+        from elsewhere than the drives."""
         (self.nvme if self.active else self.nvme.table).check()
         pinned, nvme = self.pinned.table, self.nvme.table
         retired = sum(self._slots.slot_nbytes(forget.nbytes) for forget in self._retired.values())
@@ -391,7 +392,7 @@ class Spill:
         assert np.isin(pinned.state[writes], (READY, LEAVING)).all()
         assert np.isin(nvme.state[reads], (READY, LEAVING)).all()
         assert np.isin(nvme.state[writes], (WRITING, LEAVING)).all()
-        assert set(np.flatnonzero(pinned.state == ARRIVING).tolist()) <= set(reads)
+        assert set(np.flatnonzero(pinned.state == ARRIVING).tolist()) <= {*reads, *borrowed}
         assert self._writing_bytes == sum(self._flights[i].nbytes for i in self._flights if self._is_write(i))
         assert self._reads == {self._flights[i].row: i for i in self._flights if not self._is_write(i)}
         awaited = [flight.nbytes for flight in self._flights.values() if flight.urgency is Urgency.READ]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.borrowing import NO_FETCHES, Borrowing, FetchOrders, Locator, Offer
 from kvstore.core.blocks import NO_SLOTS, Holder, KeyStatus, SlotArrays
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
 from kvstore.core.events import Event
@@ -19,13 +20,14 @@ from kvstore.core.limits import (
     MAX_PIN_S,
     MAX_PINNED_FRACTION,
 )
+from kvstore.core.loans import FetchDone
 from kvstore.core.moves import Forget, MoveDone, Touch, Urgency
 from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, ReadGrant, WriteGrant
 from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.costs import LoadCost, TierQuote
 from kvstore.counters import new_counters
 from kvstore.eviction import EvictionPolicy, LeafLru
-from kvstore.index import KEPT, NO_PARENT, BlockIndex, Namespace, Rows
+from kvstore.index import KEPT, NO_PARENT, NO_ROWS, BlockIndex, Namespace, Rows
 from kvstore.inventory import Inventory
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
 from kvstore.pins import Pins
@@ -36,6 +38,7 @@ from kvstore.tiers.striped import StripedSlots
 MAX_NEAR_MISSES = 8
 """Near misses told at Hello, those with most blocks first. More help nobody find the field that differs."""
 
+_PEER = TIERS.index("peer")
 _PROBE_BYTES = 2 << 20  # read to learn how fast a drive is now
 
 _HELD = (WRITING, READY, ARRIVING)
@@ -88,7 +91,9 @@ class Store:
         max_leases_per_instance: int = MAX_LEASES_PER_INSTANCE,
         make_policy: Callable[[BlockIndex, PlacementTable], EvictionPolicy] = LeafLru,
         first_sequence: int = 0,
+        directory: Locator | None = None,
     ) -> None:
+        """`directory` says what other nodes hold; None: there are none."""
         self._index = BlockIndex(first_sequence=first_sequence)
         self._counters = new_counters()
         self._blocks = Inventory(TIERS[0], self._index, pinned, make_policy, on_event)
@@ -102,6 +107,11 @@ class Store:
             on_event=on_event,
         )
         self._has_drives = nvme is not None
+        self._borrowing: Borrowing | None = None
+        if directory is not None:
+            self._borrowing = Borrowing(
+                self._blocks, directory, counters=self._counters, give_up=self._give_up, is_wanted=self._is_wanted
+            )
         self._pins = Pins(self._index)
         self._limbo_fraction = limbo_fraction
         self._leases = LeaseTable(max_leases_per_instance=max_leases_per_instance)
@@ -149,14 +159,19 @@ class Store:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def match(self, namespace: bytes, keys: Sequence[bytes], now_s: float) -> Match:  # noqa: ARG002 - part of the contract
+    def match(self, namespace: bytes, keys: Sequence[bytes], now_s: float) -> Match:
         """The longest prefix that can be read. Changes nothing but recency (I5); to read the blocks, acquire them."""
         _check_count(keys)
-        rows, ready = self._readable_prefix(self._namespace(namespace), keys)
+        entry = self._namespace(namespace)
+        rows, ready = self._readable_prefix(entry, keys)
         self._index.touch(rows)
-        self._counters["hit_blocks_total"] += len(rows)
-        self._counters["miss_blocks_total"] += len(keys) - len(rows)
-        return Match(len(rows), (~ready).tobytes())  # TIERS: pinned is 0, nvme 1
+        tiers = (~ready).tobytes()  # TIERS: pinned is 0, nvme 1
+        offer = self._offer_behind(entry, keys, len(rows), now_s)
+        if offer is not None:
+            tiers += bytes([_PEER]) * (offer.num_blocks - len(rows))
+        self._counters["hit_blocks_total"] += len(tiers)
+        self._counters["miss_blocks_total"] += len(keys) - len(tiers)
+        return Match(len(tiers), tiers)
 
     def prefetch(self, namespace: bytes, keys: Sequence[bytes], first_needed: int, now_s: float) -> Prefetch:
         """Bring the readable prefix from block `first_needed` on to RAM, as far as there is room. Owns nothing."""
@@ -170,7 +185,8 @@ class Store:
         absent = int(np.count_nonzero(self._blocks.table.state[needed] == NONE))
         self._bring(entry, needed, Urgency.PREFETCH)
         still = int(np.count_nonzero(self._blocks.table.state[needed] == NONE))
-        return Prefetch(len(rows), absent - still)
+        borrowed = self._borrow(entry, keys, max(len(rows), first_needed), needed, now_s) if not still else NO_ROWS
+        return Prefetch(len(rows) + len(borrowed), absent - still + len(borrowed))
 
     def acquire(  # noqa: PLR0917 - the protocol's fields, in its order
         self,
@@ -202,11 +218,16 @@ class Store:
             rows, _ = self._readable_prefix(entry, keys)
             needed = rows[max(first_needed, 0) :]
             _check_distinct(len(set(needed.tolist())), len(needed))
-            if len(needed):
+            if len(needed) or self._offer_behind(entry, keys, max(len(rows), first_needed), now_s):
                 self._check_allowed(holder.instance)
             self._index.touch(rows)
-            num_before = len(rows) - len(needed)
+            num_before, num_wanted = len(rows) - len(needed), len(needed)
             needed = self._bring(entry, needed, Urgency.READ, from_back=from_back)
+            if len(needed) == num_wanted:
+                start = max(len(rows), first_needed)
+                borrowed = self._borrow(entry, keys, start, needed, now_s)
+                num_before = start if len(borrowed) and not num_wanted else num_before
+                needed = np.concatenate((needed, borrowed))
             if not len(needed):
                 return ReadGrant(0, now_s, num_before, NO_SLOTS, entry.spec.block_nbytes, b"")
             self._blocks.ref(needed)
@@ -225,9 +246,17 @@ class Store:
         ready = self._ready(lease)
         return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes, ready)
 
-    def quotes(self, now_s: float) -> dict[int, TierQuote | None]:
-        """What each slower tier would need now, by its number in TIERS; None: it does not answer."""
-        return {1: self._spill.quote(now_s)} if self._has_drives else {}
+    def quotes(
+        self, namespace: bytes, keys: Sequence[bytes], match: Match, now_s: float
+    ) -> dict[int, TierQuote | None]:
+        """What each slower tier of a match would need now, by its number in TIERS; None: it does not answer."""
+        quotes: dict[int, TierQuote | None] = {}
+        if self._has_drives:
+            quotes[1] = self._spill.quote(now_s)
+        if (num_here := match.tiers.find(_PEER)) >= 0:
+            offer = self._offer_behind(self._namespace(namespace), keys, num_here, now_s)
+            quotes[_PEER] = None if offer is None else offer.quote
+        return quotes
 
     def probe(self, namespace: bytes, keys: Sequence[bytes], first: int, now_s: float) -> None:
         """Blocks from `first` on were not worth fetching. If that rests on an old figure, try the drives on a few of them:
@@ -489,6 +518,28 @@ class Store:
         """Recency that changed since this was last asked, for the drives to keep."""
         return self._spill.take_touches()
 
+    # --- peers --------------------------------------------------------------------------------------------------------
+
+    def take_fetches(self) -> FetchOrders:
+        """What is to be fetched from other nodes now. To be asked after every verb and every `finish_fetches`."""
+        return NO_FETCHES if self._borrowing is None else self._borrowing.take_orders()
+
+    def finish_fetches(self, done: Sequence[FetchDone], now_s: float) -> None:
+        """Blocks have come from other nodes, or will not. Readers see it in the generation table."""
+        assert self._borrowing is not None
+        for row in self._borrowing.finish(done, now_s):
+            self._waiting.pop(row, None)
+
+    def holds(self, namespace: bytes, key: bytes) -> bool:
+        """Whether the block can be found here, in whatever tier."""
+        entry = self._index.find_namespace(namespace)
+        row = NO_PARENT if entry is None else entry.rows.get(key, NO_PARENT)
+        return row != NO_PARENT and READY in {self._blocks.table.state_at[row], self._spill.nvme.table.state_at[row]}
+
+    def suspects(self, now_s: float) -> list[str]:
+        """Nodes that failed and are left alone now."""
+        return [] if self._borrowing is None else self._borrowing.suspects(now_s)
+
     # --- looking ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
@@ -510,13 +561,17 @@ class Store:
         """Every invariant of every part, and those that no part sees alone. O(everything); for tests and `kvstore check`."""
         self._index.check()
         self._blocks.check()
-        self._spill.check()
+        borrowed: list[int] = []
+        if self._borrowing is not None:
+            self._borrowing.check()
+            borrowed = self._borrowing.rows_in_flight()
+        self._spill.check(borrowed)
         self._leases.check()
         self._pins.check()
         table = self._blocks.table
         refs = np.zeros(len(table.refs), np.int64)
-        np.add.at(refs, self._spill.rows_in_flight(), 1)
-        limbo_bytes = 0
+        np.add.at(refs, [*self._spill.rows_in_flight(), *borrowed], 1)
+        limbo_bytes = 0 if self._borrowing is None else self._borrowing.limbo_bytes
         for lease in self._leases.all_leases():
             if lease.kind is LeaseKind.WRITE and lease.expired:
                 limbo_bytes += lease.held_bytes
@@ -583,6 +638,32 @@ class Store:
         self._spill.order_reads(entry, needed[absent], urgency, from_back=from_back)
         return needed
 
+    def _offer_behind(self, entry: Namespace, keys: Sequence[bytes], num_here: int, now_s: float) -> Offer | None:
+        """What another node has behind the first `num_here` blocks. Not asked for the last key of the caller's alone."""
+        if self._borrowing is None or num_here >= len(keys):
+            return None
+        row = entry.rows.get(keys[num_here], NO_PARENT)
+        if row != NO_PARENT and self._blocks.table.state_at[row] != NONE:
+            return None  # an engine here writes it now
+        return self._borrowing.offer(entry, keys, num_here, now_s)
+
+    def _borrow(self, entry: Namespace, keys: Sequence[bytes], start: int, needed: Rows, now_s: float) -> Rows:
+        """Order blocks from `start` on from another node, as far as one has them and there is room, sparing `needed`."""
+        offer = self._offer_behind(entry, keys, start, now_s)
+        if offer is None:
+            return NO_ROWS
+        assert self._borrowing is not None
+        known = self._index.find_all(entry, keys[: offer.num_blocks])
+        here = np.flatnonzero((known[start:] != NO_PARENT) & (self._blocks.table.state[known[start:]] != NONE))
+        end = start + int(here[0]) if len(here) else offer.num_blocks
+        self._make_room(entry, end - start, np.concatenate((needed, known[:start])), NO_PARENT)
+        end = min(end, start + self._blocks.slots.num_free(entry.slot_nbytes))
+        if end <= start:
+            return NO_ROWS
+        rows = self._add_unknown(entry, keys[:end], self._index.find_all(entry, keys[:end]), NO_PARENT)[start:]
+        self._borrowing.order(entry, keys[:end], start, rows, offer, now_s)
+        return rows
+
     def _ready(self, lease: Lease) -> bytes:
         """ReadGrant.ready of a live lease. A block that was dropped on its way is LEAVING, and may still be to come."""
         state = self._blocks.table.state[lease.rows]
@@ -603,10 +684,12 @@ class Store:
 
     def _stop_waiting(self, lease: Lease) -> None:
         """A read lease has ended or expired: what it alone waited for need not be read."""
-        if self._waiting:
-            self._spill.cancel(
-                [row for row in lease.rows.tolist() if row in self._waiting and not self._is_wanted(row)]
-            )
+        if not self._waiting:
+            return
+        unwanted = [row for row in lease.rows.tolist() if row in self._waiting and not self._is_wanted(row)]
+        self._spill.cancel(unwanted)
+        if self._borrowing is not None:
+            self._borrowing.cancel(unwanted)
 
     def _add_unknown(self, entry: Namespace, keys: Sequence[bytes], rows: Rows, parent_row: int) -> Rows:
         """Rows of all keys; -1 in `rows` means a key without a row yet."""

@@ -17,6 +17,7 @@ BRAINS = (
     "counters",
     "inventory",
     "spill",
+    "borrowing",
     "budget",
     "pins",
     "leases",

@@ -23,7 +23,7 @@ MAX_CALL_ID = 0xFFFF_FFFF
 
 
 class Verb(enum.IntEnum):
-    """What a frame is about. 12, 16 and 17 are kept."""
+    """What a frame is about. 12 and 16 are kept."""
 
     HELLO = 1
     MATCH = 2
@@ -39,6 +39,9 @@ class Verb(enum.IntEnum):
     REPORT = 13
     EXPLAIN = 14
     PIN = 15
+    LOCATE = 17
+    LEND = 18
+    DIGEST = 19
 
 
 class Kind(enum.IntEnum):

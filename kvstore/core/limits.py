@@ -180,6 +180,21 @@ LINK_REQUEST_DEADLINE_S = 60.0
 
 MAX_LINK_CONNECTIONS = 1024
 """Connections that an owner serves, a thread each. More: OVERLOADED. 64 more may be in the handshake, others wait."""
+# --- peers ------------------------------------------------------------------------------------------------------------
+MAX_FETCH_BLOCKS = 4096
+"""Blocks of one fetch from a peer. More of a prefix are found by the next Match, when these are there."""
+
+PEER_PATIENCE_S = 0.1
+"""A fetch from a peer may take twice what was predicted and so much more; then its blocks are asked of another, or computed."""
+
+PEER_RETRY_S = (0.5, 30.0)
+"""First and longest pause before a peer that failed is asked again; doubles in between."""
+
+PEER_LEASE_TTL_S = 5.0
+"""What a node lends to another it lends for so long at most."""
+
+MAX_LOANS_PER_PEER = 64
+"""Live loans of one node. More: LeaseRefused."""
 
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25

@@ -32,7 +32,9 @@ class FetchPlan(NamedTuple):
 
     num_blocks: int  # to fetch, behind the tokens that the engine has
     both_ends: bool  # fetch them from the back while the engine computes at the front, until the two meet
-    front_blocks: int  # so many of them the engine should get to; where others wait for it, no more while the fetch is in time
+    front_blocks: (
+        int  # so many of them the engine should get to; where others wait for it, no more while the fetch is in time
+    )
     fetch_s: float  # until the last of the blocks would be there, if nothing were computed
     recompute_s: float  # of all behind the context, with nothing fetched
     total_s: float  # what this plan is expected to take until all but the generated tokens are computed

@@ -14,6 +14,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER: _ClassVar[Role]
     BOTH: _ClassVar[Role]
     TOOL: _ClassVar[Role]
+    PEER: _ClassVar[Role]
 
 class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -31,6 +32,7 @@ SCHEDULER: Role
 WORKER: Role
 BOTH: Role
 TOOL: Role
+PEER: Role
 FRONT: Order
 BACK: Order
 OUTCOME_UNSPECIFIED: Outcome
@@ -39,7 +41,7 @@ FAILED: Outcome
 CANCELLED: Outcome
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "instance", "role", "rank", "tenant", "specs", "want_arena", "cuda_registered", "session_token")
+    __slots__ = ("protocol_version", "instance", "role", "rank", "tenant", "specs", "want_arena", "cuda_registered", "session_token", "node_id", "proof")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,8 @@ class HelloRequest(_message.Message):
     WANT_ARENA_FIELD_NUMBER: _ClassVar[int]
     CUDA_REGISTERED_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     instance: bytes
     role: Role
@@ -58,7 +62,9 @@ class HelloRequest(_message.Message):
     want_arena: bool
     cuda_registered: bool
     session_token: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., tenant: _Optional[str] = ..., specs: _Optional[_Iterable[bytes]] = ..., want_arena: bool = ..., cuda_registered: bool = ..., session_token: _Optional[bytes] = ...) -> None: ...
+    node_id: str
+    proof: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., tenant: _Optional[str] = ..., specs: _Optional[_Iterable[bytes]] = ..., want_arena: bool = ..., cuda_registered: bool = ..., session_token: _Optional[bytes] = ..., node_id: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class NearMiss(_message.Message):
     __slots__ = ("namespace", "differing_fields", "num_blocks")
@@ -447,6 +453,78 @@ class ExplainReply(_message.Message):
     plans: _containers.RepeatedCompositeFieldContainer[PlanRecord]
     boot_id: bytes
     def __init__(self, plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("namespace", "keys")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    keys: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class NodeHolding(_message.Message):
+    __slots__ = ("node_id", "address", "num_blocks", "here")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HERE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    num_blocks: int
+    here: bool
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., here: bool = ...) -> None: ...
+
+class LocateReply(_message.Message):
+    __slots__ = ("holders", "boot_id")
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    holders: _containers.RepeatedCompositeFieldContainer[NodeHolding]
+    boot_id: bytes
+    def __init__(self, holders: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class LendRequest(_message.Message):
+    __slots__ = ("namespace", "keys", "first_needed", "deadline_s")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    keys: bytes
+    first_needed: int
+    deadline_s: float
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class LendReply(_message.Message):
+    __slots__ = ("lease_id", "loan", "num_blocks", "offsets", "generations", "checksums", "expires_in_s", "boot_id")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LOAN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    loan: bytes
+    num_blocks: int
+    offsets: bytes
+    generations: bytes
+    checksums: bytes
+    expires_in_s: float
+    boot_id: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., loan: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., checksums: _Optional[bytes] = ..., expires_in_s: _Optional[float] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class DigestRequest(_message.Message):
+    __slots__ = ("body",)
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    def __init__(self, body: _Optional[bytes] = ...) -> None: ...
+
+class DigestReply(_message.Message):
+    __slots__ = ("body",)
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    def __init__(self, body: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

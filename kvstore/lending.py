@@ -1,0 +1,131 @@
+"""The owner's side of what other nodes read: which slots a loan covers, and how one is made.
+
+    gRPC thread     Lend -> loop: store.acquire -> wait until blocks from drives are there -> checksums -> Loans.add -> reply
+    link threads    Loans.may_read for each request that shows the loan
+    loop            Release, or the end of the lease -> Loans.end
+
+A loan is short and bounded: it ends with its lease, with the connection of who borrowed, or by time, and nothing but Lend begins
+or extends one. The slots stay whose they are until nobody can read them any more, as with every lease.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from kvstore.client_arena import Arrival, arrival_of
+from kvstore.core.blocks import Extent
+from kvstore.core.clock import Clock
+from kvstore.core.limits import ARRIVAL_POLL_S, SLOT_ALIGN_BYTES
+from kvstore.core.plans import ReadGrant
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.transport.link import LEASE_NBYTES
+
+
+class _Loan(NamedTuple):
+    extents: frozenset[Extent]
+    until_s: float
+    lease_id: int
+
+
+class Loans:
+    """What is lent now. Implements transport/link.Gatekeeper; any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._loans: dict[bytes, _Loan] = {}
+        self._by_lease: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def may_read(self, lease: bytes, extents: Sequence[Extent]) -> bool:
+        """See Gatekeeper."""
+        loan = self._loans.get(lease)
+        return loan is not None and self._clock.now_s() < loan.until_s and loan.extents.issuperset(extents)
+
+    def add(self, lease_id: int, extents: Sequence[Extent], until_s: float) -> bytes:
+        """Lend these slots; the bytes by which a reader shows that he may."""
+        loan = secrets.token_bytes(LEASE_NBYTES)
+        with self._lock:
+            self._loans[loan] = _Loan(frozenset(extents), until_s, lease_id)
+            self._by_lease[lease_id] = loan
+            for old in [key for key, each in self._loans.items() if each.until_s <= self._clock.now_s()]:
+                del self._by_lease[self._loans.pop(old).lease_id]
+        return loan
+
+    def end(self, lease_id: int) -> None:
+        """Its lease was given back. Unknown ones are nothing: most leases are no loans."""
+        if lease_id in self._by_lease:
+            with self._lock:
+                loan = self._by_lease.pop(lease_id, None)
+                if loan is not None:
+                    del self._loans[loan]
+
+
+class Lender:
+    """Makes loans out of leases, on the thread of the call that wants one."""
+
+    def __init__(self, memory: NDArray[np.uint8], generations: NDArray[np.uint64], loans: Loans, clock: Clock) -> None:
+        self._memory = memory
+        self._generations = generations
+        self._loans = loans
+        self._clock = clock
+
+    def lend(
+        self, acquire: Callable[[], ReadGrant], release: Callable[[int], None], first_needed: int, deadline_s: float
+    ) -> pb.LendReply:
+        """`acquire` and `release` run on the loop and are waited for. What is not in RAM by the deadline is not lent; its blocks
+        are on their way all the same, for whoever asks next."""
+        until_s = self._clock.now_s() + deadline_s
+        grant = acquire()
+        extents = self._there(grant, until_s)
+        checksums = [self._checksum(extent) for extent in extents]
+        extents = extents[: self._num_current(extents)]
+        if not extents:
+            if grant.lease_id:
+                release(grant.lease_id)
+            return pb.LendReply(num_blocks=grant.num_blocks - len(grant.slots.offsets))
+        loan = self._loans.add(grant.lease_id, extents, grant.expires_s)
+        count = len(extents)
+        return pb.LendReply(
+            lease_id=grant.lease_id,
+            loan=loan,
+            num_blocks=first_needed + count,
+            offsets=grant.slots.offsets[:count].astype("<u8").tobytes(),
+            generations=grant.slots.generations[:count].astype("<u8").tobytes(),
+            checksums=np.array(checksums[:count], "<u8").tobytes(),
+            expires_in_s=grant.expires_s - self._clock.now_s(),
+        )
+
+    def _there(self, grant: ReadGrant, until_s: float) -> list[Extent]:
+        """The granted slots whose bytes are there, up to the first that does not come in time."""
+        there: list[Extent] = []
+        pause_s = ARRIVAL_POLL_S[0]
+        for extent in grant.extents:
+            while (arrival := self._arrival(extent)) is Arrival.ON_ITS_WAY and self._clock.now_s() < until_s:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, ARRIVAL_POLL_S[1])
+            if arrival is not Arrival.THERE:
+                break
+            there.append(extent)
+        return there
+
+    def _num_current(self, extents: Sequence[Extent]) -> int:
+        """How many of them are still what they were when their checksums were made."""
+        for i, extent in enumerate(extents):
+            if self._arrival(extent) is not Arrival.THERE:
+                return i
+        return len(extents)
+
+    def _arrival(self, extent: Extent) -> Arrival:
+        return arrival_of(int(self._generations[extent.offset // SLOT_ALIGN_BYTES]), extent.generation)
+
+    def _checksum(self, extent: Extent) -> int:
+        return xxh3_64_intdigest(self._memory[extent.offset : extent.offset + extent.nbytes].data)
