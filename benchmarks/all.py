@@ -19,6 +19,7 @@ NAMES = (
     "disaggregation",
     "layerwise",
     "chats",
+    "no_regret",
     "published_ttft",
 )
 

@@ -1,6 +1,7 @@
 """Each benchmark runs with tiny sizes and answers in one shape. Its timings are not judged here."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,7 +12,18 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import all as all_benchmarks  # noqa: E402 (benchmarks is not installed)
-from benchmarks import blocks, disaggregation, hashing, index_memory, layerwise, nvme, nvme_restart, overhead, rpc  # noqa: E402
+from benchmarks import (  # noqa: E402
+    blocks,
+    disaggregation,
+    hashing,
+    index_memory,
+    layerwise,
+    no_regret,
+    nvme,
+    nvme_restart,
+    overhead,
+    rpc,
+)
 from benchmarks.harness import (  # noqa: E402
     Report,
     Samples,
@@ -102,6 +114,66 @@ def test_the_layerwise_benchmark_fetches_the_warm_part_each_time(tmp_path: Path)
     report = json.loads(result.stdout)
     check_report(report)
     assert [(row["load"], row["n"]) for row in report["rows"]] == [("whole", 2), ("layer by layer", 2)]
+
+
+@pytest.mark.e2e
+def test_the_no_regret_benchmark_asks_every_policy_at_every_bandwidth(tmp_path: Path) -> None:
+    from tiny_llama import random_tensors, write_gguf
+
+    model, plot = write_gguf(tmp_path / "tiny.gguf", random_tensors()), tmp_path / "plot.html"
+    sizes = {"contexts": (96,), "learn_tokens": 48, "change_context": 80, "num_pages": 64, "chunk_tokens": 32}
+
+    report = no_regret.run(
+        model=model,
+        folder=tmp_path,
+        paces=(1e6, math.inf),
+        changes=((10e6, 1e6),),
+        rounds=1,
+        arena_mib=64,
+        plot=plot,
+        **sizes,
+    )
+
+    assert [(row["context_tokens"], row["bandwidth"], row["n"]) for row in report.rows] == [
+        (96, "1 MB/s", 1),
+        (96, "unlimited", 1),
+        (80, "10 MB/s, then 1 MB/s", 1),
+    ]
+    assert all(row[f"{arm}_ms"] > 0 for row in report.rows for arm in no_regret.ARMS)
+    assert [goal.text.partition(" (")[0] for goal in report.goals][:3] == [
+        "planned / better of always and never, 96 tokens at 1 MB/s",
+        "planned / better of always and never, 96 tokens at unlimited",
+        "planned / better of always and never, 80 tokens at 10 MB/s, then 1 MB/s",
+    ]
+    assert "planned, 96 tokens" in plot.read_text()
+
+
+def test_a_point_is_judged_by_medians_and_the_middle_where_both_are_nearest() -> None:
+    def runs(always: float, never: float, planned: float) -> no_regret.Runs:
+        seconds = {"always": always, "never": never, "planned": planned}
+        by_arm = {
+            arm: [no_regret.Run(each_s * factor, 0, hopeless=False) for factor in (0.1, 1.0, 9.0)]
+            for arm, each_s in seconds.items()
+        }
+        return no_regret.Runs(by_arm)
+
+    found = {
+        no_regret.Point(1000, 3e6): runs(7.0, 2.0, 2.2),
+        no_regret.Point(1000, 10e6): runs(2.5, 2.0, 1.2),
+        no_regret.Point(1000, 30e6): runs(0.8, 2.0, 1.0),
+        no_regret.Point(2000, 30e6, 3e6): runs(9.0, 4.0, 5.0),
+    }
+
+    goals = no_regret._goals(found)
+
+    assert [(goal.found, goal.met) for goal in goals] == [
+        (1.1, True),
+        (0.6, True),
+        (1.25, False),
+        (1.25, False),
+        (0.6, True),
+    ]
+    assert "both are nearest, 1000 tokens at 10 MB/s" in goals[-1].text
 
 
 def test_the_table_is_for_people() -> None:
