@@ -245,7 +245,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _house(model: Path, folder: Path | None, arena_nbytes: int, learn_tokens: int, **settings: int) -> Iterator[House]:
+def _house(model: Path, folder: Path | None, arena_nbytes: int, learn_tokens: int, **settings: Any) -> Iterator[House]:
     with contextlib.ExitStack() as stack:
         drive = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix=".bench-no-regret-", dir=folder or Path.cwd()))
