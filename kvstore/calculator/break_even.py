@@ -1,10 +1,12 @@
 """The answers: what a cached prefix of some length costs to fetch from each tier, to compute, or to do from both ends."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore import costs
-from kvstore.calculator.fit import FittedPrefill
+from kvstore.calculator.fit import FittedPrefill, band
+from kvstore.calculator.priors import scaled
 from kvstore.calculator.tier import Tier
 
 _WORTH_OVERLAPPING = 0.9
@@ -82,6 +84,23 @@ def answer_tier(prefill: costs.PrefillCost, tier: Tier, kv_bytes_per_token: floa
         costs.break_even_tokens(prefill, load, kv_bytes_per_token, queued_bytes=queued),
         costs.min_bandwidth(prefill, kv_bytes_per_token, num_tokens, latency_s=load.latency_s),
     )
+
+
+def break_even_band(
+    fitted: FittedPrefill, answer: TierAnswer, kv_bytes_per_token: float, num_tokens: float
+) -> tuple[float, float] | None:
+    """The two ends between which the break-even length lies nine times of ten, by what is not known of the prefill; None if
+    that is not known either. The tier is taken as it is given."""
+    length = answer.break_even_tokens if math.isfinite(answer.break_even_tokens) else num_tokens
+    error = fitted.error_of(max(length, 1.0))
+    if math.isnan(error):
+        return None
+    ends = []
+    for factor in reversed(band(1.0, error)):
+        cost = scaled(fitted.cost, linear=factor, attention=factor, t0_s=fitted.cost.t0_s)
+        tier = answer.tier
+        ends.append(costs.break_even_tokens(cost, tier.load, kv_bytes_per_token, queued_bytes=tier.queued_bytes))
+    return ends[0], ends[1]
 
 
 def answer_hit_rate(

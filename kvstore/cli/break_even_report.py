@@ -12,6 +12,7 @@ from kvstore.calculator.break_even import (
     answer_hit_rate,
     answer_storage,
     answer_tier,
+    break_even_band,
     usd_per_million_tokens,
 )
 from kvstore.calculator.case import Case
@@ -45,7 +46,7 @@ def make_report(case: Case, hit_rates: Sequence[float], storage: Sequence[Storag
     answers = [answer_tier(cost, tier, kv_bytes, num_tokens) for tier in case.tiers]
     hits = [answer_hit_rate(case.fitted, tier, kv_bytes, num_tokens, part) for tier in case.tiers for part in hit_rates]
     keeps = answer_storage(cost, storage, kv_bytes, num_tokens, case.gpus_usd_per_s) if case.gpus_usd_per_s else []
-    notes = [*case.warnings, *([] if case.gpus_usd_per_s else [_NO_PRICE])]
+    notes = [*case.warnings, *_close_calls(case, answers), *([] if case.gpus_usd_per_s else [_NO_PRICE])]
     tables = [_tier_rows(case, answers), _hit_rows(hits)]
     if keeps:
         tables.append(_keep_rows(keeps))
@@ -129,8 +130,11 @@ def _tier_rows(case: Case, answers: Sequence[TierAnswer]) -> Rows:
         Column("latency_s", ""),
         Column("queued_bytes", ""),
         Column("faster_alone", ""),
+        Column("break_even_low_tokens", ""),
+        Column("break_even_high_tokens", ""),
         Column("source", ""),
     ]
+    bands = [break_even_band(case.fitted, answer, case.kv_bytes_per_token, case.num_tokens) for answer in answers]
     found: list[dict[str, Value]] = [
         {
             "name": answer.tier.name,
@@ -145,11 +149,27 @@ def _tier_rows(case: Case, answers: Sequence[TierAnswer]) -> Rows:
             "latency_s": answer.tier.load.latency_s,
             "queued_bytes": answer.tier.queued_bytes,
             "faster_alone": answer.faster_alone,
+            "break_even_low_tokens": ends[0] if ends else None,
+            "break_even_high_tokens": ends[1] if ends else None,
             "source": answer.tier.source,
         }
-        for answer in answers
+        for answer, ends in zip(answers, bands, strict=True)
     ]
     return Rows("tiers", columns, found, f"Fetching {case.num_tokens:,} tokens, or computing them")
+
+
+def _close_calls(case: Case, answers: Sequence[TierAnswer]) -> list[str]:
+    """Tiers of which it is not sure whether fetching wins at this length."""
+    found = []
+    for answer in answers:
+        ends = break_even_band(case.fitted, answer, case.kv_bytes_per_token, case.num_tokens)
+        if ends is not None and ends[0] <= case.num_tokens <= ends[1]:
+            low, high = map(_as_length, ends)
+            found.append(
+                f"{answer.tier.name}: a close call: fetching wins from {low} tokens on or from {high}, by the two ends of what "
+                "is known of the prefill; --measured makes it surer"
+            )
+    return found
 
 
 def _hit_rows(hits: Sequence[HitAnswer]) -> Rows:

@@ -154,6 +154,17 @@ def test_verdicts_can_be_all_three() -> None:
     assert by_name(answer(*E3, "--context", "8192", *ALL_TIERS))["rgw_s3"]["verdict"] == "recompute"
 
 
+def test_a_close_call_is_said_to_be_one() -> None:
+    """NVMe wins from 830 tokens on if the prefill is what is expected: at 900 that is not sure, at 20,000 it is."""
+    near, far = (answer(*LLAMA, "--context", context, "--tier", "nvme=6.5,2") for context in ("900", "20000"))
+
+    (tier,) = near["tiers"]
+    assert tier["break_even_low_tokens"] < 900 < tier["break_even_high_tokens"]
+    assert any(note.startswith("nvme: a close call") for note in near["notes"])
+    assert "notes" not in far
+    assert answer(*E3, "--context", "900", "--tier", "nvme=6.5,2")["tiers"][0]["break_even_low_tokens"] is None
+
+
 def test_a_queue_delays_a_tier() -> None:
     idle, busy = answer(*E3, "--context", "8192", "--tier", "idle=10,2", "--tier", "busy=10,2,5")["tiers"]
 
