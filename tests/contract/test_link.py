@@ -29,6 +29,8 @@ from kvstore.core.errors import RemoteProtocolError
 from kvstore.core.limits import MAX_DESCRIPTOR_BYTES, MAX_LINK_EXTENTS
 from kvstore.transport.link import PEER_AT_FAULT, Endpoint, Link, LinkProblem, ReadExtent
 from kvstore.transport.loopback import LoopbackEndpoint, LoopbackNetwork
+from kvstore.transport.nixl import is_installed
+from kvstore.transport.rdma import RdmaEndpoint
 from kvstore.transport.tcp import TcpEndpoint, TcpSecurity
 
 MakeEndpoint = Callable[[Node], Endpoint]
@@ -83,11 +85,18 @@ def loopback_maker(folder: Path) -> MakeEndpoint:
     )
 
 
+def rdma_maker(folder: Path) -> MakeEndpoint:
+    if not is_installed():
+        pytest.skip("NIXL is not installed: pip install --no-deps nixl-cu12")
+    return lambda node: RdmaEndpoint(memory=node.memory, generations=node.arena.generations)
+
+
 KINDS = [
     LinkKind("tcp", tcp_maker),
     LinkKind("tcp-copying", copying_tcp_maker),
     LinkKind("tls", tls_maker),
     LinkKind("loopback", loopback_maker),
+    LinkKind("rdma", rdma_maker, gated=False),
 ]
 
 

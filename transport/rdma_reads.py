@@ -1,0 +1,178 @@
+"""Extents that a device reads together, and the state they go through until their bytes are known to be right.
+
+    BEFORE   the beacon and the slots' generations           another beacon: GONE; another generation: STALE
+    DATA     the bytes, into the local arena
+    AFTER    the beacon and the generations once more        as before
+
+Nobody at the owner takes part, so the reader itself makes sure that the slots were those blocks' from before the first byte to
+after the last. What keeps them so is the lease, at the owner.
+"""
+
+import enum
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.transport.link import LinkProblem
+from kvstore.transport.nixl import Agent, TransferFailed
+from kvstore.transport.rdma_remote import BEACON_NBYTES, PreparedGrids, Remote
+from kvstore.transport.read_queue import Pending
+
+MAX_GROUP_EXTENTS = 64
+SCRATCH_WORDS = MAX_GROUP_EXTENTS + BEACON_NBYTES // 8
+
+
+class Phase(enum.IntEnum):
+    """What a group waits for."""
+
+    BEFORE = 0
+    DATA = 1
+    AFTER = 2
+    OVER = 3
+
+
+class Group:
+    """Up to MAX_GROUP_EXTENTS extents of one peer. `scratch: [SCRATCH_WORDS] uint64`, registered, is the group's until it is
+    over. Problems found are collected in `ended`, which the owner of the group takes."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        remote: Remote,
+        pendings: list[Pending],
+        *,
+        scratch: NDArray[np.uint64],
+        arena: int,
+        grids: PreparedGrids,
+    ) -> None:
+        assert 0 < len(pendings) <= MAX_GROUP_EXTENTS
+        self.remote = remote
+        self.scratch = scratch
+        self.pendings = pendings  # those that have not ended
+        self.late: list[Pending] = []  # ended unsettled; in flight all the same
+        self.ended: list[tuple[Pending, LinkProblem | None]] = []
+        self.phase = Phase.BEFORE
+        self.data_bytes_per_s = 0.0  # once the data is there
+        self._agent = agent
+        self._arena = arena
+        self._grids = grids
+        self._transfer: Any = None
+        self._data_since_s = 0.0
+        self._wanted: list[Pending] = []  # those whose generations are being read
+
+    def begin(self) -> bool:
+        """Post the first phase. Raises TransferFailed, as `advance` does; then `fail` follows."""
+        self.remote.num_groups += 1
+        self._ask_generations()
+        return True
+
+    def advance(self, *, stops: bool) -> bool:
+        """Go on as far as what was posted is done; whether anything moved. `stops`: post nothing more."""
+        moved = False
+        while self.phase is not Phase.OVER and self._agent.is_done(self._transfer):
+            moved = self.remote.is_connected = True
+            self._release()
+            if stops and self.phase is not Phase.AFTER:
+                self._end(LinkProblem.STOPPED)
+            else:
+                self._next()
+        return moved
+
+    def lose(self, late: list[Pending]) -> None:
+        """These have ended unsettled: their time is over, their bytes are still under way."""
+        self.pendings = [pending for pending in self.pendings if pending not in late]
+        self.late += late
+
+    def abandon(self) -> bool:
+        """Stop a transfer to a peer that never was connected: it has touched nothing. False: it cannot be stopped."""
+        if self._transfer is not None and not self._agent.release(self._transfer):
+            return False
+        self._transfer = None
+        self._over()
+        return True
+
+    def fail(self) -> None:
+        """The transfer has failed: nothing touches the local bytes any more."""
+        self._release()
+        self._end(LinkProblem.GONE)
+
+    def _next(self) -> None:
+        if self.phase is Phase.BEFORE:
+            self._compare()
+            if not self.pendings:
+                self._over()
+                return
+            self.phase = Phase.DATA
+            self._data_since_s = time.monotonic()
+            self._ask_data()
+        elif self.phase is Phase.DATA:
+            nbytes = sum(pending.extent.nbytes for pending in (*self.pendings, *self.late))
+            self.data_bytes_per_s = nbytes / max(1e-6, time.monotonic() - self._data_since_s)
+            self.phase = Phase.AFTER
+            self._ask_generations()
+        else:
+            self._compare()
+            self._end(None)
+
+    def _end(self, problem: LinkProblem | None) -> None:
+        self.ended += [(pending, problem) for pending in self.pendings]
+        self.pendings = []
+        self._over()
+
+    def _over(self) -> None:
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.OVER
+            self.remote.num_groups -= 1
+
+    def _release(self) -> None:
+        if self._transfer is not None:
+            self._agent.release(self._transfer)
+            self._transfer = None
+
+    def _ask_generations(self) -> None:
+        """One word for each extent, and the beacon behind them: 33 places of 8 bytes take some 80 us."""
+        self._wanted = list(self.pendings)
+        count = len(self._wanted)
+        local, remote = np.zeros((count + 1, 3), np.uint64), np.zeros((count + 1, 3), np.uint64)
+        local[:, 0] = self.scratch.ctypes.data + 8 * np.arange(count + 1)
+        remote[:count, 0] = [self.remote.generation_at(pending.extent) for pending in self._wanted]
+        remote[count, 0] = self.remote.place.beacon_at
+        local[:, 1] = remote[:, 1] = 8
+        local[count, 1] = remote[count, 1] = BEACON_NBYTES
+        self._transfer = self._agent.read(self.remote.name, local, remote)
+
+    def _compare(self) -> None:
+        """Hold what came against what it must be."""
+        count = len(self._wanted)
+        if self.scratch[count : count + 2].tobytes() != self.remote.place.beacon:
+            raise TransferFailed("another process answers in the peer's place, or its arena is closed")
+        found = dict(zip(map(id, self._wanted), self.scratch[:count].tolist(), strict=True))
+        stale = [pending for pending in self.pendings if found[id(pending)] != pending.extent.generation]
+        self.ended += [(pending, LinkProblem.STALE) for pending in stale]
+        self.pendings = [pending for pending in self.pendings if pending not in stale]
+
+    def _ask_data(self) -> None:
+        extents = [pending.extent for pending in self.pendings]
+        nbytes = {extent.nbytes for extent in extents}
+        ours = np.array([extent.local_offset for extent in extents], np.int64)
+        theirs = np.array([extent.remote_offset for extent in extents], np.int64)
+        if len(nbytes) == 1 and self._ask_prepared(nbytes.pop(), ours, theirs):
+            return
+        local, remote = np.zeros((len(extents), 3), np.uint64), np.zeros((len(extents), 3), np.uint64)
+        local[:, 0], remote[:, 0] = self._arena + ours, self.remote.place.memory_at + theirs
+        local[:, 1] = remote[:, 1] = [extent.nbytes for extent in extents]
+        self._transfer = self._agent.read(self.remote.name, local, remote)
+
+    def _ask_prepared(self, nbytes: int, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> bool:
+        """By index, when all are slots of one size: a third of the time that descriptors of their own take."""
+        assert self.remote.grids is not None
+        local, remote = self._grids.get(nbytes), self.remote.grids.get(nbytes)
+        if local is None or remote is None:
+            return False
+        local_at, remote_at = local[0].indexes(ours), remote[0].indexes(theirs)
+        if local_at is None or remote_at is None:
+            return False
+        self._transfer = self._agent.read_prepared(local[1], local_at, remote[1], remote_at)
+        return True
