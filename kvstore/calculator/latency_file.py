@@ -53,8 +53,8 @@ def read_latencies(path: Path, columns: Mapping[str, str] | None = None) -> list
     if path.suffix.lower() in {".jsonl", ".ndjson"}:
         return [_from_rows(path, _json_rows(path, text), chosen)]
     if path.suffix.lower() == ".json":
-        return _from_bench(path, text, chosen)
-    raise _wrong(path, "is of no known kind; use a name that ends in .json (of kvstore bench serve), .csv or .jsonl")
+        return _from_report(path, text, chosen)
+    raise _wrong(path, "is of no known kind; use a name that ends in .json (of a benchmark), .csv or .jsonl")
 
 
 def _read(path: Path) -> str:
@@ -69,7 +69,7 @@ def _read(path: Path) -> str:
 
 
 class _Row(NamedTuple):
-    line: int
+    where: str  # in the file, for errors
     values: Mapping[str, Any]
 
 
@@ -79,14 +79,16 @@ def _csv_rows(path: Path, text: str) -> Iterator[_Row]:
         names = [name.strip() for name in next(reader, [])]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise _wrong(path, f"column {twice!r} is there twice", line=1)
+            raise _wrong(path, f"column {twice!r} is there twice", where="line 1")
         for cells in reader:
             if cells and len(cells) != len(names):
-                raise _wrong(path, f"{len(cells)} cells, where the head has {len(names)}", line=reader.line_num)
+                raise _wrong(
+                    path, f"{len(cells)} cells, where the head has {len(names)}", where=f"line {reader.line_num}"
+                )
             if cells:
-                yield _Row(reader.line_num, dict(zip(names, (cell.strip() for cell in cells), strict=True)))
+                yield _Row(f"line {reader.line_num}", dict(zip(names, (cell.strip() for cell in cells), strict=True)))
     except csv.Error as err:
-        raise _wrong(path, f"is not CSV: {err}", line=reader.line_num) from err
+        raise _wrong(path, f"is not CSV: {err}", where=f"line {reader.line_num}") from err
 
 
 def _json_rows(path: Path, text: str) -> Iterator[_Row]:
@@ -94,17 +96,19 @@ def _json_rows(path: Path, text: str) -> Iterator[_Row]:
         if words.strip():
             value = _parse_json(path, words, line)
             if not isinstance(value, dict):
-                raise _wrong(path, f"{_short(value)} is not an object", line=line)
-            yield _Row(line, value)
+                raise _wrong(path, f"{_short(value)} is not an object", where=f"line {line}")
+            yield _Row(f"line {line}", value)
 
 
 def _parse_json(path: Path, text: str, line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as err:
-        raise _wrong(path, f"is not JSON: {err.msg} (column {err.colno})", line=line + err.lineno - 1) from err
+        raise _wrong(
+            path, f"is not JSON: {err.msg} (column {err.colno})", where=f"line {line + err.lineno - 1}"
+        ) from err
     except (RecursionError, ValueError) as err:  # ValueError: a whole number of thousands of digits
-        raise _wrong(path, "is nested too deeply, or has too long a number", line=line) from err
+        raise _wrong(path, "is nested too deeply, or has too long a number", where=f"line {line}") from err
 
 
 def _from_rows(path: Path, rows: Iterator[_Row], columns: Mapping[str, str]) -> Requests:
@@ -175,7 +179,7 @@ def _number(path: Path, row: _Row, name: str) -> float | None:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise _wrong(path, f"{name}: {_short(value)}; use a number, 0 or more", line=row.line)
+        raise _wrong(path, f"{name}: {_short(value)}; use a number, 0 or more", where=row.where)
     return number
 
 
@@ -188,30 +192,67 @@ def _duration(requests: Sequence[Request]) -> float | None:
     return max(ends) - min(starts) or None
 
 
-def _from_bench(path: Path, text: str, columns: Mapping[str, str]) -> list[Requests]:
+def _from_report(path: Path, text: str, columns: Mapping[str, str]) -> list[Requests]:
     report = _parse_json(path, text, 1)
-    if not isinstance(report, dict) or not isinstance(report.get("sides"), list) or not report["sides"]:
-        raise _wrong(
-            path, "is not a result of kvstore bench serve (no list `sides`); use --json there, or a .csv or .jsonl"
-        )
-    return [_from_side(path, side, number, columns) for number, side in enumerate(report["sides"])]
+    if isinstance(report, dict) and isinstance(report.get("sides"), list) and report["sides"]:
+        return [_from_side(path, side, number, columns) for number, side in enumerate(report["sides"])]
+    if isinstance(report, dict) and "ttfts" in report:
+        return [_from_lists(path, report, columns)]
+    raise _wrong(
+        path,
+        "has neither the list `sides` of kvstore bench serve --json nor the list `ttfts` of vllm bench serve --save-result "
+        "--save-detailed; use one of them, or a .csv or .jsonl",
+    )
+
+
+def _from_lists(path: Path, report: Mapping[str, Any], columns: Mapping[str, str]) -> Requests:
+    """A list for each latency: `ttfts` in seconds; `itls`, each a list; `errors`, empty where there was none. TPOT is from
+    the first token to the last, by the tokens after the first; E2E ends with the last."""
+    lists = {name: report.get(name) for name in ("ttfts", "itls", "errors", "output_lens")}
+    count = len(lists["ttfts"]) if isinstance(lists["ttfts"], list) else 0
+    for name, found in lists.items():
+        if not isinstance(found, list) or len(found) != count:
+            raise _wrong(path, f"has no list `{name}` as long as `ttfts`; use a result with --save-detailed")
+    rows = []
+    for index in range(count):
+        ttft, gaps, error, tokens = (found[index] for found in lists.values() if found is not None)
+        gaps_s = _gaps(path, gaps, f"itls[{index}]")
+        ttft_s = _number(path, _Row(f"request {index}", {"ttft_s": ttft}), "ttft_s")
+        values: dict[str, Any] = {"ttft_s": ttft_s, "failure": error}
+        if gaps_s and ttft_s is not None:
+            values |= {"itl_s": max(gaps_s), "e2e_s": ttft_s + sum(gaps_s)}
+            if isinstance(tokens, int) and tokens > 1:
+                values["tpot_s"] = sum(gaps_s) / (tokens - 1)
+        rows.append(_Row(f"request {index}", values))
+    return _with_duration(_from_rows(path, iter(rows), columns), report.get("duration"))
+
+
+def _gaps(path: Path, gaps: object, where: str) -> list[float]:
+    if not isinstance(gaps, list):
+        raise _wrong(path, f"{_short(gaps)} is not a list", where=where)
+    row = _Row(where, {f"gap {number}": gap for number, gap in enumerate(gaps)})
+    return [value for value in (_number(path, row, name) for name in row.values) if value is not None]
 
 
 def _from_side(path: Path, side: object, number: int, columns: Mapping[str, str]) -> Requests:
     if not isinstance(side, dict) or not isinstance(side.get("requests"), list):
-        raise _wrong(path, f"sides[{number}] has no list `requests`; use a result of kvstore bench serve")
+        raise _wrong(path, "has no list `requests`; use a result of kvstore bench serve", where=f"sides[{number}]")
     label = side.get("label") if isinstance(side.get("label"), str) else str(number)
     rows = []
     for index, entry in enumerate(side["requests"]):
         if not isinstance(entry, dict):
-            raise _wrong(path, f"sides[{number}].requests[{index}]: {_short(entry)} is not an object")
-        rows.append(_Row(0, entry))
-    found = _from_rows(path, iter(rows), columns)
+            raise _wrong(path, f"{_short(entry)} is not an object", where=f"sides[{number}].requests[{index}]")
+        rows.append(_Row(f"sides[{number}].requests[{index}]", entry))
+    found = _from_rows(path, iter(rows), columns)._replace(label=str(label))
     summary = side.get("summary")
-    duration = summary.get("duration_s") if isinstance(summary, dict) else None
-    if isinstance(duration, bool) or not isinstance(duration, int | float) or not 0 < duration < math.inf:
-        duration = found.duration_s
-    return Requests(str(label), found.requests, duration)
+    return _with_duration(found, summary.get("duration_s") if isinstance(summary, dict) else None)
+
+
+def _with_duration(found: Requests, duration_s: object) -> Requests:
+    """What a report says goes before what its requests tell, if it is a time."""
+    if isinstance(duration_s, bool) or not isinstance(duration_s, int | float) or not 0 < duration_s < math.inf:
+        return found
+    return found._replace(duration_s=float(duration_s))
 
 
 def _short(value: object) -> str:
@@ -219,9 +260,6 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _wrong(path: Path, problem: str, *, line: int = 0) -> ConfigError:
-    where = (
-        f"{path}: line {line}: " if line else f"{path} " if problem.startswith(("is", "has", "can")) else f"{path}: "
-    )
-    fields: dict[str, str | int | float] = {"field": "file", "value": str(path)}
-    return ConfigError(where + problem, **fields | ({"line": line} if line else {}))
+def _wrong(path: Path, problem: str, *, where: str = "") -> ConfigError:
+    start = f"{path}: {where}: " if where else f"{path} "
+    return ConfigError(start + problem, field="file", value=str(path))

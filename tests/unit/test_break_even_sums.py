@@ -419,12 +419,12 @@ def test_a_bound_on_what_no_request_has_is_refused(break_even: BreakEven, tmp_pa
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
 def test_the_help_has_an_example_that_runs(command: click.Command, latencies: Path, tmp_path: Path) -> None:
     text = command.get_help(click.Context(command))
-    example = (command.help or "").partition("Example: kvstore break-even ")[2].split()
-    places = {"run.json": str(latencies), "roofline.html": str(tmp_path / "roofline.html")}
+    example = text.partition("Example:")[2].partition("\n\n")[0].split()[2:]
+    places = {"run.json": str(latencies), "roof.html": str(tmp_path / "roof.html")}
 
     ran = CliRunner().invoke(command, [places.get(word, word) for word in example[1:]])
 
-    assert "Example:" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
     assert example[0] == command.name
     assert ran.exit_code == 0, ran.output
 

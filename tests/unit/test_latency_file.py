@@ -1,6 +1,9 @@
 """Latency files: what is read from each kind, what is refused and where, and the goodput of what was read."""
 
+import contextlib
 import json
+import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,18 @@ def test_the_json_of_bench_serve_has_its_sides(tmp_path: Path) -> None:
     assert goodput(second, {"ttft": 0.2}, 0.9).good_per_s == 0.5
 
 
+def test_the_json_of_vllm_and_sglang_has_lists(tmp_path: Path) -> None:
+    """TPOT is by the tokens after the first, as theirs; a request with an error failed."""
+    report = {"duration": 5.0, "ttfts": [0.5, 0.2, 0.0], "itls": [[0.1, 0.3], [], []], "errors": ["", "", "429"]}
+
+    (found,) = read_latencies(_file(tmp_path, "vllm.json", json.dumps(report | {"output_lens": [5, 1, 0]})))
+
+    assert [request.ok for request in found.requests] == [True, True, False]
+    assert found.requests[0].latencies_s == {"ttft": 0.5, "itl": 0.3, "e2e": 0.9, "tpot": pytest.approx(0.1)}
+    assert found.requests[1].latencies_s == {"ttft": 0.2}
+    assert found.duration_s == 5.0
+
+
 def test_a_column_may_be_named(tmp_path: Path) -> None:
     path = _file(tmp_path, "run.csv", "first token (ms)\n250\n")
 
@@ -99,9 +114,19 @@ BAD = [
     ("a.jsonl", '{"ttft_s": ' + "1" * 5000 + "}\n", "line 1: "),
     ("a.jsonl", "[" * 200_000 + "\n", "line 1: is nested too deeply"),
     ("a.json", "{\n\n]", "line 3: is not JSON"),
-    ("a.json", "[]", "no list `sides`"),
-    ("a.json", '{"sides": [{"label": "A"}]}', r"sides\[0\] has no list `requests`"),
+    ("a.json", "[]", "neither the list `sides`"),
+    ("a.json", '{"sides": [{"label": "A"}]}', r"sides\[0\]: has no list `requests`"),
     ("a.json", '{"sides": [{"requests": [7]}]}', r"sides\[0\].requests\[0\]: 7 is not an object"),
+    ("a.json", '{"sides": [{"requests": [{"ttft_s": "x"}]}]}', r"sides\[0\].requests\[0\]: ttft_s: 'x'"),
+    ("a.json", '{"ttfts": [1]}', "no list `itls` as long as `ttfts`; use a result with --save-detailed"),
+    ("a.json", '{"ttfts": 1}', "no list `ttfts`"),
+    (
+        "a.json",
+        '{"ttfts": [1, "x"], "itls": [[], []], "errors": ["", ""], "output_lens": [1, 1]}',
+        "request 1: ttft_s: 'x'",
+    ),
+    ("a.json", '{"ttfts": [1], "itls": [[0, null, -2]], "errors": [""], "output_lens": [1]}', r"itls\[0\]: gap 2: -2"),
+    ("a.json", '{"ttfts": [1], "itls": [7.5], "errors": [""], "output_lens": ["x"]}', r"itls\[0\]: 7.5 is not a list"),
     ("a.txt", "x", "is of no known kind"),
 ]
 
@@ -168,3 +193,42 @@ def test_goodput_is_no_more_than_any_objective_and_the_least_bound_is_the_least(
             assert there.share >= wanted - 1e-9
             below = goodput(Requests("", requests, None), {one.latency: one.wanted_bound_s - 1e-9}, wanted)
             assert one.wanted_bound_s == 0 or below.share < wanted
+
+
+names = st.sampled_from(["ttft_s", "ttft_ms", "tpot", "e2e_s", "sent_s", "failure", "duration_s", "other", ""])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400)
+report_names = st.sampled_from(
+    ["sides", "requests", "summary", "label", "ttfts", "itls", "errors", "output_lens", "duration"]
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(report_names | names, inner, max_size=5),
+    max_leaves=12,
+)
+reports = st.fixed_dictionaries(
+    {name: st.lists(anything, min_size=1, max_size=1) for name in ("ttfts", "itls", "errors", "output_lens")}
+) | st.builds(lambda entry: {"sides": [{"requests": [entry]}]}, anything)
+tables = st.text(max_size=80) | st.text('0123456789.,\n-e"x').map("ttft_s,tpot\n{}".format)
+lines = st.lists(st.dictionaries(names, anything, max_size=4), max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.sampled_from([".csv", ".jsonl", ".json"]))
+def test_whatever_a_file_has_it_is_read_or_refused(data: st.DataObject, suffix: str) -> None:
+    """A number in a Request is finite and not negative, whatever was in the file."""
+    if suffix == ".csv":
+        text = data.draw(tables)
+    elif suffix == ".jsonl":
+        text = "\n".join(json.dumps(line) for line in data.draw(lines))
+    else:
+        text = json.dumps(data.draw(reports | anything))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"a{suffix}"
+        path.write_bytes(text.encode(errors="surrogatepass"))
+        sides: list[Requests] = []
+        with contextlib.suppress(ConfigError):
+            sides = read_latencies(path)
+    for side in sides:
+        for request in side.requests:
+            assert all(0 <= value < math.inf for value in request.latencies_s.values())
+        assert 0 <= goodput(side, {"ttft": 0.5}, 0.9).share <= 1

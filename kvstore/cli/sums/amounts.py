@@ -20,8 +20,6 @@ _LARGEST = 1e18  # bytes; and what is squared, or divided by another such, stays
 MAX_LIST = 32
 """Entries of a list: each is a line of a table."""
 
-COUNT = click.IntRange(min=1, max=1 << 48)
-
 
 class Link(NamedTuple):
     """A way for bytes, as it is called."""
@@ -48,6 +46,19 @@ def number(*, above: float | None = None, least: float | None = None, most: floa
     return number
 
 
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A type for click, as its IntRange, but its help does not show a bound that nobody comes near."""
+
+    def integer(text: str) -> int:
+        digits = str(text).strip()
+        if not re.fullmatch(r"\d{1,18}", digits, re.ASCII) or not least <= int(digits) <= most:
+            raise click.BadParameter(f"{text!r}; use a whole number from {least:,} to {most:,}")
+        return int(digits)
+
+    return integer
+
+
+COUNT = whole(1, 1 << 48)
 POSITIVE = number(least=1e-12, most=1e15)
 NOT_NEGATIVE = number(least=0, most=1e15)
 SHARE = number(least=0, most=1)

@@ -46,7 +46,7 @@ _SIDE_COLUMNS = (
 )
 
 
-@click.command()
+@click.command(short_help="Requests of a latency file that meet an SLO.")
 @click.argument("file", type=click.Path(dir_okay=False, exists=True, path_type=Path))
 @click.option(
     "--slo", required=True, metavar="NAME=S,...", help="Bounds on ttft, tpot, itl, e2e, such as ttft=500ms,tpot=0.05."
@@ -70,10 +70,13 @@ def goodput(
 ) -> None:
     """Share and rate of requests that meet an objective for TTFT, TPOT, ITL or E2E, from FILE.
 
-    FILE is the JSON of `kvstore bench serve --json`, or a CSV with a head, or a .jsonl with an object a line. Columns:
-    ttft_s or ttft_ms (plain ttft: seconds), and likewise tpot, itl, e2e; and if there are any sent_s, duration_s, failure.
+    FILE is the JSON of `kvstore bench serve --json` or of `vllm bench serve --save-result --save-detailed`, or a CSV with a
+    head, or a .jsonl with an object a line. Columns: ttft_s or ttft_ms (plain ttft: seconds), and likewise tpot, itl, e2e; and
+    if there are any sent_s, duration_s, failure.
 
-    Example: kvstore break-even goodput run.json --slo ttft=500ms,tpot=50ms
+    \b
+    Example:
+      kvstore break-even goodput run.json --slo ttft=500ms,tpot=50ms
     """
     from kvstore.bench.options import parse_slo
 

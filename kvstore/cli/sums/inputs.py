@@ -10,7 +10,7 @@ import click
 from kvstore.calculator.flops import ModelShape
 from kvstore.calculator.hf_config import read_config
 from kvstore.cli.sums.amounts import COUNT, POSITIVE, refuse
-from kvstore.tables.rows import ModelRow
+from kvstore.tables.rows import GpuRow, ModelRow
 from kvstore.tables.rows import gpu as gpu_row
 from kvstore.tables.rows import model as model_row
 
@@ -31,6 +31,7 @@ class ModelNumbers(NamedTuple):
     layers: int | None
     kv_heads: int | None
     head_elements: int | None  # of K or V of a head; of MLA's latent, which is one head
+    row: ModelRow | None = None  # the table's or the config's, without the numbers given
 
 
 class GpuNumbers(NamedTuple):
@@ -43,6 +44,7 @@ class GpuNumbers(NamedTuple):
     mem_bytes_per_s: float | None
     mem_bytes: float | None
     usd_per_h: float | None
+    row: GpuRow | None = None  # as above
 
 
 _MODEL_OPTIONS = (
@@ -153,6 +155,7 @@ def _of_row(row: ModelRow) -> ModelNumbers:
         layers=row.layers,
         kv_heads=1 if row.mla_rank else row.kv_heads,
         head_elements=row.mla_rank + row.rope_dim if row.mla_rank else row.qk_dim,
+        row=row,
     )
 
 
@@ -188,6 +191,7 @@ def _gpu(name: str | None, given: dict[str, Any]) -> GpuNumbers:
         mem_bytes_per_s=chosen("memory_gb_per_s", 1e9, row.mem_bytes_per_s if row else None),
         mem_bytes=chosen("gpu_memory_gb", 1e9, row.mem_bytes if row else None),
         usd_per_h=chosen("gpu_usd_per_h", 1.0, row.usd_per_h if row else None),
+        row=row,
     )
 
 

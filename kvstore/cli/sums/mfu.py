@@ -21,7 +21,7 @@ from kvstore.cli.sums.machine import need_machine, precision_options, storage_of
 from kvstore.cli.sums.phase_work import Step, phase_work
 
 
-@click.command()
+@click.command(short_help="MFU and MBU of a throughput.")
 @model_options
 @gpu_options
 @precision_options
@@ -49,7 +49,9 @@ def mfu(
 ) -> None:
     """Model FLOP utilisation (MFU) and memory bandwidth utilisation (MBU) of a measured throughput.
 
-    Example: kvstore break-even mfu --model Llama-3.1-8B --gpu H100 --phase prefill --context 8192 --tokens-per-s 27000
+    \b
+    Example:
+      kvstore break-even mfu --model Llama-3.1-8B --gpu H100 --tokens-per-s 150
     """
     shape, machine = need_shape(model), need_machine(gpu, precision)
     storage = storage_of(weight_bits, kv_bits)

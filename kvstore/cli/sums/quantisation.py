@@ -48,7 +48,7 @@ class _Room(NamedTuple):
     request_tokens: int
 
 
-@click.command()
+@click.command(short_help="What fits if KV has fewer bits.")
 @model_options
 @gpu_options
 @click.option("--memory", "memory_bytes", type=size, help="For KV.  [default: what the GPUs have beside the weights]")
@@ -84,7 +84,9 @@ def quantisation(
 ) -> None:
     """How many more tokens and requests fit into a memory if KV is kept in fewer bits.
 
-    Example: kvstore break-even quantisation --model Llama-3.1-8B --memory 40GiB
+    \b
+    Example:
+      kvstore break-even quantisation --model Llama-3.1-8B --memory 40GiB
     """
     kv_bytes = need(model.kv_bytes_per_token, "KV of a token", "--kv-bytes-per-token", by_name="--model")
     work = [Work("elements per token", "KV bytes in bf16 / 2", f"{as_term(kv_bytes)} / 2", as_term(kv_bytes / 2))]

@@ -51,7 +51,7 @@ class _Case(NamedTuple):
     storage: Storage
 
 
-@click.command()
+@click.command(short_help="What bounds prefill and decode.")
 @model_options
 @gpu_options
 @precision_options
@@ -78,7 +78,9 @@ def roofline(
 ) -> None:
     """Arithmetic intensity of prefill (one prompt) and decode (each batch), the ridge point, and tokens/s at best.
 
-    Example: kvstore break-even roofline --model Llama-3.1-8B --gpu H100 --batch 1,32,256 --plot roofline.html
+    \b
+    Example:
+      kvstore break-even roofline --model Llama-3.1-8B --gpu H100 --plot roof.html
     """
     if plot:
         check_plot(plot)

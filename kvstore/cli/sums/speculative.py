@@ -28,7 +28,7 @@ _COLUMNS = (
 )
 
 
-@click.command()
+@click.command(short_help="Tokens per step with a draft, and the best k.")
 @click.option("--acceptance", type=SHARE, required=True, help="Share of draft tokens that are accepted: 0 to 1.")
 @click.option("--draft-tokens", type=click.IntRange(0, _LIMIT), default=4, show_default=True, help="k: drafted a step.")
 @click.option(
@@ -56,7 +56,9 @@ def speculative(
 ) -> None:
     """Expected tokens per step of speculative decoding, its speed-up, and the best number of draft tokens.
 
-    Example: kvstore break-even speculative --acceptance 0.8 --draft-tokens 4 --draft-cost 0.05
+    \b
+    Example:
+      kvstore break-even speculative --acceptance 0.8 --draft-cost 0.05
     """
     asked = speculate(acceptance, draft_tokens, draft_cost, check_cost)
     best = best_speculation(acceptance, draft_cost, check_cost, max_draft_tokens=max_draft_tokens)

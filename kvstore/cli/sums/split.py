@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("hides", "hides", lambda hides: "yes" if hides else "no"),
     Column("ttft_s", "TTFT", as_seconds),
     Column("link_share", "link used", as_percent),
-    Column("max_requests_per_s", "max req/s", as_number),
+    Column("max_requests_per_s", ""),
     Column("keeps_up", ""),
     Column("ttft_unhidden_s", ""),
     Column("latency_s", ""),
@@ -49,7 +49,7 @@ class _Case(NamedTuple):
     requests_per_s: float
 
 
-@click.command()
+@click.command(short_help="Prefill and decode apart: the KV's way.")
 @model_options
 @gpu_options
 @click.option("--context", "num_tokens", type=COUNT, default=8192, show_default=True, help="Tokens of a prompt.")
@@ -81,7 +81,9 @@ def split(
     """Transfer time of a prompt's KV from a prefill to a decode machine, whether it hides behind the prefill when it is
     sent layer by layer, and what the link must sustain.
 
-    Example: kvstore break-even split --model Llama-3.1-8B --gpu H100 --context 8192 --link 400Gb/s
+    \b
+    Example:
+      kvstore break-even split --model Llama-3.1-8B --gpu H100 --link 400Gb/s
     """
     kv_bytes = need(model.kv_bytes_per_token, "KV of a token", "--kv-bytes-per-token", by_name="--model")
     layers = need(model.layers, "the KV is sent layer by layer", "--layers", by_name="--model")
@@ -177,12 +179,19 @@ def _expected(model: ModelNumbers, gpu: GpuNumbers, work: list[Work]) -> Prefill
     """As the main command expects a prefill to cost: measured set-ups, or put together from their kind."""
     from kvstore.calculator.prefill_shape import shape_of_row
     from kvstore.calculator.priors import Setup, prior
-    from kvstore.tables.rows import gpus, models
 
-    if model.name not in models() or gpu.name not in gpus():
+    if model.row is None or gpu.row is None:
         right = "--prefill-ms MS, or --efficiency LINEAR,ATTENTION, or --model NAME and --gpu NAME of the tables"
         refuse("--prefill-ms", "absent", right)
-    found = prior(Setup(shape_of_row(models()[model.name]), gpus()[gpu.name], gpu.num_gpus))
+    numbers = need_shape(model)
+    shape = shape_of_row(model.row)._replace(
+        prefill_params=numbers.prefill_params,
+        attn_flops_per_pair=numbers.attn_flops_per_pair,
+        window_flops_per_pair=numbers.window_flops_per_pair,
+        window_tokens=int(numbers.window_tokens),
+    )
+    peak = need(gpu.bf16_flops_per_s, "FLOP/s of a GPU", "--tflops", by_name="--gpu")
+    found = prior(Setup(shape, gpu.row._replace(bf16_flops_per_s=peak), gpu.num_gpus))
     work.append(
         Work("t0, a, b", found.source, "", f"{found.cost.t0_s:.6g}, {found.cost.a_s:.6g}, {found.cost.b_s:.6g} s")
     )
