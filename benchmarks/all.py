@@ -21,6 +21,7 @@ NAMES = (
     "chats",
     "no_regret",
     "published_ttft",
+    "policy_simulation",
 )
 
 _HEAD = """# Results

@@ -38,6 +38,10 @@ BOTH_ENDS_SLACK = 0.9
 """From both ends a wrong estimate costs little, by a cut it may cost all: a cut must promise to be a tenth better. It is where
 the front lies in RAM and the back on a slow drive: there the front should be fetched first."""
 
+BOTH_ENDS_GAIN_CHUNKS = 0.25
+"""The front computes whole chunks, and may begin one just before the back gets there: less than so much of a chunk is not to
+be gained from both ends. It is where a load takes little longer than a chunk, on a tier that is fast once it has begun."""
+
 UNKNOWN_DEADLINE_S = 1.0
 """A fetch may take so long, at least, while it is not known what computing instead would take."""
 
@@ -85,7 +89,7 @@ def plan(
     cut = work.best_cut(fetch)
     if wish.both_ends and wish.chunk_tokens and fetch.all_s >= wish.compute_wait_s + work.chunk_s:
         meeting = _meet(fetch, work)
-        if meeting is not None and meeting.cost_s * BOTH_ENDS_SLACK <= work.cost_s(fetch)[cut]:
+        if meeting is not None and meeting.is_worth_it(float(work.cost_s(fetch)[cut]), work.chunk_s):
             return _from_both_ends(wish, fetch, work, meeting)
     return _prefix(wish, fetch, work, cut)
 
@@ -167,6 +171,12 @@ class _Meeting(NamedTuple):
     front: int  # so many are computed
     met_s: float
     cost_s: float
+
+    def is_worth_it(self, cut_cost_s: float, chunk_s: float) -> bool:
+        """Against the best cut."""
+        if self.cost_s > cut_cost_s:
+            return self.cost_s * BOTH_ENDS_SLACK <= cut_cost_s
+        return cut_cost_s - self.cost_s >= chunk_s * BOTH_ENDS_GAIN_CHUNKS
 
 
 def _meet(fetch: _Fetch, work: _Work) -> _Meeting | None:
