@@ -100,7 +100,7 @@ def test_the_tests_would_notice_a_page_that_both_write(make_llm, store, prompt):
 
 
 @pytest.mark.parametrize("late", [0, 3, 1000], ids=["fails", "is late", "never comes"])
-@pytest.mark.parametrize("ends_at", range(0, NUM_LOADED, 4))
+@pytest.mark.parametrize("ends_at", range(1, NUM_LOADED, 7))
 def test_a_block_that_does_not_come_is_computed_and_what_came_is_kept(make_llm, store, prompt, expected, ends_at, late):
     fake = TwoEndedConnector(store, pace=always(Pace(lambda: 4, ends_at, late)))
     llm = connect(make_llm, fake)
@@ -146,17 +146,18 @@ def test_others_decode_in_every_step_of_a_fill(make_llm, store, prompt, expected
 
 
 def test_a_fill_shares_the_step_by_rank(make_llm, store, prompt):
-    """An older request's chunks come first, a younger one's do not pass it."""
+    """An older request's chunks come first, though it has more of them; a younger one's do not pass it."""
     fake = TwoEndedConnector(store, pace=always(Pace(ends_at=NUM_LOADED - 1, late=1000)))
     llm = connect(make_llm, fake)
     rng = np.random.default_rng(6)
-    llm.add_request(random_prompt(rng, 2 * CHUNK), SamplingParams(max_tokens=1), request_id="older")
+    llm.add_request(random_prompt(rng, 10 * CHUNK), SamplingParams(max_tokens=1), request_id="older")
     llm.add_request(prompt, SamplingParams(max_tokens=1), request_id="fill")
     llm.add_request(random_prompt(rng, 2 * CHUNK), SamplingParams(max_tokens=1), request_id="younger")
 
-    order = []
+    order: list[str] = []
     while llm.has_unfinished:
         order += [delta.request_id for delta in llm.step()]
+        assert "older" in order or llm.stats().total.filled_front == 0
 
     assert order == ["older", "fill", "younger"]
 
@@ -240,7 +241,7 @@ STAGES = ["execute", "handle_preemptions", "start_load", "hidden", "start_save",
 
 
 @pytest.mark.parametrize("pace", [Pace(), Pace(lambda: 2, 20, 2)], ids=["good", "fails"])
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_broke_off_computes_its_front_again(
     make_llm, store, prompt, expected, monkeypatch, stage, num_steps, pace
