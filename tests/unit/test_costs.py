@@ -120,7 +120,7 @@ kvs = st.floats(1e3, 1e6)
 queues = st.floats(0, 1e10)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, loads, kvs, tokens, queues)
 def test_both_ends_are_never_slower_than_the_better_end(prefill, load, kv, num_tokens, queued):
     hybrid = hybrid_s(prefill, load, kv, num_tokens, queued_bytes=queued)
@@ -128,7 +128,7 @@ def test_both_ends_are_never_slower_than_the_better_end(prefill, load, kv, num_t
     assert hybrid <= min(computed, loaded) * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, loads, kvs, tokens, queues)
 def test_where_both_ends_meet_they_have_taken_equally_long(prefill, load, kv, num_tokens, queued):
     meet = meet_tokens(prefill, load, kv, num_tokens, queued_bytes=queued)
@@ -138,7 +138,7 @@ def test_where_both_ends_meet_they_have_taken_equally_long(prefill, load, kv, nu
         assert prefill.work_s(meet) == pytest.approx(rest_s, rel=1e-6, abs=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, loads, kvs, tokens, st.floats(1, 100))
 def test_the_meeting_point_moves_back_with_latency_and_with_slowness(prefill, load, kv, num_tokens, factor):
     meet = meet_tokens(prefill, load, kv, num_tokens)
@@ -148,7 +148,7 @@ def test_the_meeting_point_moves_back_with_latency_and_with_slowness(prefill, lo
     assert meet_tokens(prefill, slower, kv, num_tokens) >= meet * (1 - 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, loads, kvs, queues)
 def test_fetching_wins_just_behind_the_break_even_length_and_not_before(prefill, load, kv, queued):
     break_even = break_even_tokens(prefill, load, kv, queued_bytes=queued)
@@ -171,7 +171,7 @@ def test_the_break_even_length_vanishes_with_the_latency_where_a_token_loads_fas
     assert lengths[-1] == 0.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, kvs, tokens, st.floats(0, 0.1))
 def test_at_the_least_bandwidth_loading_takes_as_long_as_computing(prefill, kv, num_tokens, latency_s):
     bandwidth = min_bandwidth(prefill, kv, num_tokens, latency_s=latency_s)
@@ -182,7 +182,7 @@ def test_at_the_least_bandwidth_loading_takes_as_long_as_computing(prefill, kv, 
         assert load.load_s(kv * num_tokens) == pytest.approx(prefill.work_s(num_tokens), rel=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, st.lists(st.floats(0, 1e5), min_size=2, max_size=8))
 def test_work_adds_up_whatever_the_cuts(prefill, cuts):
     edges = [0.0, *np.cumsum(cuts)]
@@ -226,7 +226,7 @@ def test_ten_thousand_random_requests():
 
 
 @pytest.mark.parametrize("window", [1, 100, 1024])
-@pytest.mark.parametrize("length", [50, 1024, 5000])
+@pytest.mark.parametrize("length", [50, 1024, 3000])
 def test_the_work_of_windowed_layers_is_the_integral_of_its_tokens(window: int, length: int):
     prefill = PrefillCost(0.0, 3e-6, 2e-9, window_b_s=7e-9, window_tokens=window)
     middles = np.arange(length * 10) / 10 + 0.05
@@ -236,7 +236,7 @@ def test_the_work_of_windowed_layers_is_the_integral_of_its_tokens(window: int, 
     assert prefill.work_s(length) == pytest.approx(integral, rel=1e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(prefills, st.floats(0, 100), st.floats(-1e-2, 1e-2))
 def test_how_far_one_gets_is_the_inverse_of_the_work(prefill, seconds, extra):
     reached = prefill.tokens_for(seconds, extra_token_s=extra)
