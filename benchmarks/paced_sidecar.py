@@ -66,7 +66,8 @@ def main(
     nvme_bytes: str,
     writes: bool,
 ) -> None:
-    flags: dict[str, object] = {"socket": socket, "nvme": nvme, "arena_bytes": arena, "nvme_bytes": nvme_bytes}
+    sizes = {"arena_bytes": arena, "nvme_bytes": nvme_bytes}
+    flags: dict[str, object] = {"socket": socket, "nvme": nvme, "grpc": False, **sizes}
     if segment is not None:
         flags["segment_bytes"] = segment
     config = load_config(file=None, environ={}, flags=flags)
