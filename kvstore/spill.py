@@ -22,7 +22,6 @@ from kvstore.core.events import Event
 from kvstore.core.limits import (
     DRIVE_RETRY_S,
     EVICTION_SLICE_BLOCKS,
-    MAX_IO_BYTES,
     MAX_TOUCHES_PER_TURN,
     MAX_WRITE_BACKLOG_BLOCKS,
     MAX_WRITES_IN_FLIGHT_BYTES,
@@ -273,14 +272,10 @@ class Spill:
 
     def order_reads(self, entry: Namespace, rows: Rows, urgency: Urgency, *, from_back: bool = False) -> None:
         """Bring blocks that a drive can give and that have no copy in RAM; there is room for them. They are ARRIVING. From the
-        back: the last ones first, as many at a time as one I/O reads, which are in order."""
+        back: the last ones first, of which a drive reads as many together as its speed is worth."""
         self.pinned.place(entry, rows, ARRIVING)
         self.nvme.ref(rows)
-        if from_back:
-            step = max(1, MAX_IO_BYTES // entry.slot_nbytes)
-            runs = [rows[max(0, end - step) : end] for end in range(len(rows), 0, -step)]
-            rows = np.concatenate(runs)
-        self._order(entry, rows, urgency)
+        self._order(entry, rows[::-1] if from_back else rows, urgency)
 
     def hasten(self, rows: Rows) -> None:
         """Somebody waits now for those of the rows that are being prefetched."""
