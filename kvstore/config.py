@@ -33,6 +33,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path of sockaddr_un, less its terminating zer
 _DEFAULT_ARENA_BYTES = 1 << 30
 _SIZE_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
+_LINKS = ("rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 _MAX_DRIVES = 64  # each has threads of its own
@@ -103,6 +104,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     grpc_tls_cert: Annotated[str, _doc("PEM file with the certificate that gRPC over TCP shows")] = ""
     grpc_tls_key: Annotated[str, _doc("PEM file with its private key")] = ""
     grpc_tls_client_ca: Annotated[str, _doc("PEM file with the authorities that sign clients' certificates")] = ""
+    node_id: Annotated[str, _doc("name of this node among its peers; empty: the host's name")] = ""
+    peers: Annotated[
+        tuple[str, ...],
+        _doc("gRPC addresses of the nodes to share blocks with, host:port; this one may be among them", "addresses"),
+    ] = ()
+    directory: Annotated[
+        tuple[str, ...],
+        _doc("URLs of a Redis or Valkey server that tells the nodes of each other, instead of a list of peers", "URLs"),
+    ] = ()
+    directory_is_cluster: Annotated[bool, _doc("those URLs are of one Redis cluster")] = False
+    cluster: Annotated[str, _doc("name of the cluster on the directory server")] = "default"
+    advertise: Annotated[str, _doc("host:port at which peers reach this node's gRPC; empty: grpc_tcp")] = ""
+    links: Annotated[
+        tuple[str, ...], _doc("kinds of data links to offer, the preferred one first: rdma, tcp", max_length=2)
+    ] = ("tcp",)
+    link_host: Annotated[str, _doc("address that the TCP link is bound to; empty: that of grpc_tcp")] = ""
+    link_port: Annotated[int, _doc("port of the TCP link; 0: any", "port", ge=0, le=65535)] = 0
+    peer_secret_file: Annotated[
+        str, _doc("file with a secret that all nodes share; needed where there is no mutual TLS")
+    ] = ""
     metrics_port: Annotated[int, _doc("port of /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
     log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
@@ -125,6 +146,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("socket", self.socket, f"a Unix socket's path has at most {longest} bytes here")
         self._check_drives()
         self._check_tcp()
+        self._check_peers()
 
     def _check_drives(self) -> None:
         if "" in self.nvme:
@@ -154,6 +176,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("grpc_tcp", self.grpc_tcp, "use host:port, such as 0.0.0.0:7077")
         if host not in ("127.0.0.1", "localhost", "[::1]") and not any(tls.values()):
             raise _wrong("grpc_tcp", self.grpc_tcp, "an address beyond this host needs mutual TLS (grpc_tls_cert, ...)")
+
+    def _check_peers(self) -> None:
+        for kind in self.links:
+            if kind not in _LINKS:
+                raise _wrong("links", kind, f"use {' or '.join(_LINKS)}")
+        if len(set(self.links)) != len(self.links) or not self.links:
+            raise _wrong("links", ", ".join(self.links), "name one kind or both, each once")
+        for address in self.peers:
+            if not _is_address(address):
+                raise _wrong("peers", address, "use host:port, such as 10.0.0.2:7077")
+        if not (self.peers or self.directory):
+            return
+        if self.peers and self.directory:
+            raise _wrong("directory", ", ".join(self.directory), "give peers or a directory server, not both")
+        if not self.grpc_tcp:
+            raise _wrong("grpc_tcp", "", "peers need an address to ask this node at")
+        if not (self.peer_secret_file or self.grpc_tls_cert):
+            raise _wrong("peer_secret_file", "", "peers need a shared secret or mutual TLS (grpc_tls_cert, ...)")
+        if self.advertise and not _is_address(self.advertise):
+            raise _wrong("advertise", self.advertise, "use host:port, such as 10.0.0.1:7077")
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) <= 65535
 
 
 class Setting(NamedTuple):

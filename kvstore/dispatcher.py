@@ -4,6 +4,7 @@ A wrong field raises an error that names the field, the value and what would be 
 connection goes on. Runs on the loop thread, inside one turn: between two calls every invariant of the store holds.
 """
 
+import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from google.protobuf.message import DecodeError, Message
 
 from kvstore import __version__
 from kvstore.advisor import Advisor
+from kvstore.cluster import Cluster, NoCluster
+from kvstore.core.blocks import NO_SLOTS
 from kvstore.core.clock import Clock
 from kvstore.core.errors import KVStoreError, Overloaded, SpecMismatch
 from kvstore.core.keys import NAMESPACE_NBYTES, KVSpec, unpack_keys
@@ -26,10 +29,12 @@ from kvstore.core.limits import (
     MAX_LEASES_PER_INSTANCE,
     MAX_REQUEST_ID_BYTES,
     MAX_SPECS_PER_HELLO,
+    PEER_LEASE_TTL_S,
 )
-from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo
+from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo, ReadGrant
 from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
 from kvstore.mover import Mover, NoMover
+from kvstore.peer_control import proof as peer_proof
 from kvstore.plan_messages import outcome_name, read_samples, read_wish, record_reply
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions
@@ -90,6 +95,7 @@ class Dispatcher:
         lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
         on_leases_changed: Callable[[], None] = lambda: None,
         mover: Mover | NoMover | None = None,
+        cluster: Cluster | NoCluster | None = None,
     ) -> None:
         self._store = store
         self._sessions = sessions
@@ -99,13 +105,14 @@ class Dispatcher:
         self._lease_ttl_s = lease_ttl_s
         self._on_leases_changed = on_leases_changed
         self._mover = mover or NoMover()
+        self._cluster = cluster or NoCluster()
         self._advisor = Advisor()
         self._started_s = clock.now_s()
         self.counters: Counter[str] = Counter()
         self._routes = {
             Verb.MATCH: _Route(self._match, self._anyone),
             Verb.ACQUIRE: _Route(self._acquire, self._engines),
-            Verb.RELEASE: _Route(self._release, self._engines),
+            Verb.RELEASE: _Route(self._release, self._lessees),
             Verb.RENEW: _Route(self._renew, self._engines),
             Verb.RESERVE: _Route(self._reserve, self._writers),
             Verb.COMMIT: _Route(self._commit, self._engines),
@@ -116,6 +123,7 @@ class Dispatcher:
             Verb.PIN: _Route(self._pin, self._anyone),
             Verb.REPORT: _Route(self._report, self._engines),
             Verb.EXPLAIN: _Route(self._explain, self._anyone),
+            Verb.LOCATE: _Route(self._locate, self._anyone),
         }
 
     def parse(self, verb: Verb, body: bytes) -> Message:
@@ -132,6 +140,8 @@ class Dispatcher:
         add a token to the reply."""
         self.counters["calls_hello_total"] += 1
         specs = _check_hello(request, peer)
+        if request.role == pb.PEER:
+            self._check_peer(request, peer)
         named = frozenset(spec.namespace(request.tenant) for spec in specs)
 
         def in_use() -> frozenset[bytes]:
@@ -168,8 +178,45 @@ class Dispatcher:
         self.counters[f"calls_{verb.name.lower()}_total"] += 1
         route.who(session)
         reply = route.handler(session, request)
-        self._mover.pump()
+        self.pump()
         return reply
+
+    def pump(self) -> None:
+        """Have what the store ordered carried out."""
+        self._mover.pump()
+        self._cluster.pump()
+
+    def lend(self, session: Session, request: pb.LendRequest) -> ReadGrant:
+        """The lease behind a loan (kvstore/lending.py), for a session of a peer; its `num_blocks` counts from the first key. A
+        namespace that nobody here knows has no blocks."""
+        self.counters["calls_lend_total"] += 1
+        self._peers(session)
+        check_duration("deadline_s", request.deadline_s)
+        try:
+            digest_nbytes = self._store.digest_nbytes(request.namespace)
+        except SpecMismatch:
+            return ReadGrant(0, 0.0, 0, NO_SLOTS, 0, b"")
+        keys = _unpacked(request.keys, digest_nbytes)
+        check_first_needed(request.first_needed, len(keys))
+        now_s = self._clock.now_s()
+        grant = self._store.acquire(
+            session.holder,
+            "",
+            request.namespace,
+            keys,
+            request.first_needed,
+            PEER_LEASE_TTL_S,
+            now_s,
+            borrow=False,
+        )
+        self._on_leases_changed()
+        self.pump()
+        return grant
+
+    def give_back(self, session: Session, lease_id: int) -> None:
+        """A loan that came to nothing."""
+        self._store.release(session.holder, lease_id, self._clock.now_s())
+        self.pump()
 
     def error_reply(self, err: KVStoreError) -> pb.ErrorReply:
         """An error as it travels; counted."""
@@ -402,6 +449,19 @@ class Dispatcher:
             plans=[record_reply(record, now_s) for record in islice(records, last)], boot_id=self._boot_id
         )
 
+    def _locate(self, session: Session, request: pb.LocateRequest) -> pb.LocateReply:
+        keys = self._keys(session, request.namespace, request.keys)
+        holders = [
+            pb.NodeHolding(
+                node_id=holding.node.node_id, address=holding.node.control_address, num_blocks=holding.num_blocks
+            )
+            for holding in self._cluster.locate(request.namespace, keys)
+        ]
+        if num_here := self._store.num_held(request.namespace, keys):
+            holders.append(pb.NodeHolding(num_blocks=num_here, here=True))
+        holders.sort(key=lambda holder: (-holder.num_blocks, not holder.here))
+        return pb.LocateReply(holders=holders, boot_id=self._boot_id)
+
     def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:
         return self.stats()
 
@@ -410,11 +470,32 @@ class Dispatcher:
     def _anyone(self, _session: Session) -> None:
         return
 
-    def _engines(self, session: Session) -> None:
+    def _lessees(self, session: Session) -> None:
         if not session.holder.instance:
             raise wrong(
                 "instance", "none", "leases belong to an engine: say Hello with an instance and an engine's role"
             )
+
+    def _engines(self, session: Session) -> None:
+        self._lessees(session)
+        if session.role == pb.PEER:
+            raise wrong("role", "PEER", "peers borrow (Lend) and give back (Release)")
+
+    @staticmethod
+    def _peers(session: Session) -> None:
+        if session.role != pb.PEER:
+            raise wrong("role", _ROLES[session.role], "only PEER borrows")
+
+    def _check_peer(self, request: pb.HelloRequest, peer: Peer) -> None:
+        """Whether to believe that it is another node of ours."""
+        if not 0 < len(request.node_id.encode()) <= MAX_TENANT_BYTES:
+            raise wrong("node_id", request.node_id, f"use 1 to {MAX_TENANT_BYTES} bytes")
+        secret = self._cluster.secret
+        proven = bool(secret) and hmac.compare_digest(
+            request.proof, peer_proof(secret, request.node_id, request.instance)
+        )
+        if not (proven or peer.trusted or peer.verified):
+            raise wrong("proof", "not right", "show the secret of this cluster, or a certificate of its authority")
 
     def _writers(self, session: Session) -> None:
         self._engines(session)
@@ -460,6 +541,9 @@ _REQUESTS: dict[Verb, type[Message]] = {
     Verb.PIN: pb.PinRequest,
     Verb.REPORT: pb.ReportRequest,
     Verb.EXPLAIN: pb.ExplainRequest,
+    Verb.LOCATE: pb.LocateRequest,
+    Verb.LEND: pb.LendRequest,
+    Verb.DIGEST: pb.DigestRequest,
 }
 
 

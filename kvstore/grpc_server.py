@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.cluster import Cluster, NoCluster
 from kvstore.config import Config
 from kvstore.core.clock import Clock
 from kvstore.core.errors import (
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 SESSION_METADATA = "kvstore-session"
 ERROR_METADATA = "kvstore-error-bin"
 _NUM_WORKERS = 4  # they only wait for the loop
+_NUM_LENDERS = 8  # more, where there are peers: a loan may wait for a drive
 _TOKEN_NBYTES = 16
 
 
@@ -93,6 +95,7 @@ class GrpcServer:
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         idle_s: float = SESSION_IDLE_S,
+        cluster: Cluster | NoCluster | None = None,
     ) -> None:
         self._unix_path = unix_path
         self._config = config
@@ -101,13 +104,17 @@ class GrpcServer:
         self._loop = loop
         self._clock = clock
         self._idle_s = idle_s
+        self._cluster = cluster or NoCluster()
         self._callers: dict[str, _Caller] = {}  # by token; loop thread only
         self._server: Any = None
 
     def start(self) -> None:
         """Bind and serve. Blocks shortly; any thread but the loop's. Raises ConfigError."""
         self._server = grpc.server(
-            ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="kvstore-grpc"),
+            ThreadPoolExecutor(
+                _NUM_WORKERS + (_NUM_LENDERS if isinstance(self._cluster, Cluster) else 0),
+                thread_name_prefix="kvstore-grpc",
+            ),
             options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_FRAME_BYTES)),
             maximum_concurrent_rpcs=MAX_GRPC_CALLS,
         )
@@ -153,6 +160,8 @@ class GrpcServer:
                 if verb is Verb.HELLO:
                     return call_on_loop(self._loop, deadline_s, self._hello, body, context.peer())
                 token = str(dict(context.invocation_metadata()).get(SESSION_METADATA, ""))
+                if verb in {Verb.LEND, Verb.DIGEST}:
+                    return self._serve_peer(verb, body, token, deadline_s)
                 return call_on_loop(self._loop, deadline_s, self._call, verb, body, token)
             except KVStoreError as err:
                 self._refuse(context, deadline_s, err, partial(self._dispatcher.error_reply, err))
@@ -162,6 +171,24 @@ class GrpcServer:
             return b""
 
         return grpc.unary_unary_rpc_method_handler(serve)
+
+    def _serve_peer(self, verb: Verb, body: bytes, token: str, deadline_s: float) -> bytes:
+        """What takes longer than a turn of the loop, on this thread."""
+        cluster = self._cluster
+        if not isinstance(cluster, Cluster):
+            raise RemoteProtocolError(f"verb: {verb.name} needs peers in the settings", field="verb", value=verb.name)
+        session = call_on_loop(self._loop, deadline_s, self._peer_session, token)
+        request = self._dispatcher.parse(verb, body)
+        if isinstance(request, pb.DigestRequest):
+            return pb.DigestReply(body=cluster.digest(request.body)).SerializeToString()
+        assert isinstance(request, pb.LendRequest)
+        reply = cluster.lender.lend(
+            lambda: call_on_loop(self._loop, deadline_s, self._dispatcher.lend, session, request),
+            lambda lease_id: call_on_loop(self._loop, deadline_s, self._dispatcher.give_back, session, lease_id),
+            request.first_needed,
+            min(request.deadline_s, deadline_s),
+        )
+        return reply.SerializeToString()
 
     def _refuse(
         self, context: Any, deadline_s: float, err: KVStoreError, make_reply: Callable[[], pb.ErrorReply]
@@ -180,7 +207,15 @@ class GrpcServer:
         request = self._dispatcher.parse(Verb.HELLO, body)
         assert isinstance(request, pb.HelloRequest)
         token = secrets.token_hex(_TOKEN_NBYTES)
-        peer = Peer(0, None, local=False, trusted=address.startswith("unix:"), close=lambda _: self._forget(token))
+        trusted = address.startswith("unix:")
+        peer = Peer(
+            0,
+            None,
+            local=False,
+            trusted=trusted,
+            close=lambda _: self._forget(token),
+            verified=not trusted and bool(self._config.grpc_tls_cert),
+        )
         session, reply = self._dispatcher.hello(request, peer)
         timer = self._loop.call_later(self._idle_s, self._on_idle, token)
         self._callers[token] = _Caller(session, self._clock.now_s(), timer)
@@ -188,6 +223,19 @@ class GrpcServer:
         return reply.SerializeToString()
 
     def _call(self, verb: Verb, body: bytes, token: str) -> bytes:
+        session = self._session(token)
+        request = self._dispatcher.parse(verb, body)
+        if isinstance(request, pb.ReleaseRequest) and isinstance(self._cluster, Cluster):
+            self._cluster.loans.end(request.lease_id)
+        return self._dispatcher.call(session, verb, request).SerializeToString()
+
+    def _peer_session(self, token: str) -> Session:
+        session = self._session(token)
+        if session.role != pb.PEER:
+            raise RemoteProtocolError("role: only PEER says this", field="role", value=session.role)
+        return session
+
+    def _session(self, token: str) -> Session:
         caller = self._callers.get(token)
         if caller is None:
             raise UnknownSession(
@@ -196,7 +244,7 @@ class GrpcServer:
                 value=token,
             )
         caller.last_call_s = self._clock.now_s()
-        return self._dispatcher.call(caller.session, verb, self._dispatcher.parse(verb, body)).SerializeToString()
+        return caller.session
 
     def _on_idle(self, token: str) -> None:
         caller = self._callers[token]

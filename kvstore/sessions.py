@@ -50,6 +50,7 @@ class Peer(NamedTuple):
     local: bool  # descriptors can be passed
     trusted: bool  # it came over a Unix socket that only our own user can open
     close: Callable[[str], None]  # end the connection, for this reason
+    verified: bool = False  # it showed a certificate of our authority
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from kvstore.cluster import Cluster, NoCluster
 from kvstore.config import Config, arena_nbytes, default_socket_path, format_size
 from kvstore.core.blocks import NO_SLOTS
 from kvstore.core.clock import Clock, MonotonicClock
@@ -92,6 +93,7 @@ class Sidecar:
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         config = self._config
         drives = _Drives(config, arena, loop, self._open_file) if config.nvme else None
+        cluster = await self._open_cluster(arena, loop)
         slots = SegmentedSlots(
             arena.nbytes, segment_bytes=arena.segment_bytes, generations=SharedGenerations(arena.generations)
         )
@@ -100,10 +102,14 @@ class Sidecar:
             nvme=drives.slots if drives else None,
             spill=_spill_policy(config),
             limbo_fraction=config.limbo_fraction,
+            on_event=cluster.on_event,
+            directory=cluster.directory if isinstance(cluster, Cluster) else None,
         )
-        mover = drives.mover(store, loop, self._clock) if drives else NoMover()
+        if isinstance(cluster, Cluster):
+            cluster.join(store)
+        mover = drives.mover(store, loop, self._clock, cluster.announce_all) if drives else NoMover()
         sessions = Sessions(store, loop=loop, clock=self._clock, unverified_drain_s=config.unverified_drain_s)
-        expiry = _ExpiryTimer(store, mover, loop, self._clock)
+        expiry = _ExpiryTimer(store, loop, self._clock)
         dispatcher = Dispatcher(
             store=store,
             sessions=sessions,
@@ -113,7 +119,9 @@ class Sidecar:
             lease_ttl_s=config.lease_ttl_s,
             on_leases_changed=expiry.arm,
             mover=mover,
+            cluster=cluster,
         )
+        expiry.pump = dispatcher.pump
         descriptors = (arena.fd, arena.generations_fd)
         server = LocalServer(self._path, dispatcher=dispatcher, sessions=sessions, descriptors=descriptors)
         await server.start()
@@ -122,7 +130,7 @@ class Sidecar:
         try:
             async with AsyncExitStack() as others:
                 await _unless(stop, mover.open(_OPEN_PATIENCE_S))
-                await self._start_others(others, dispatcher, sessions, loop)
+                await self._start_others(others, dispatcher, sessions, loop, cluster)
                 self._on_ready(
                     f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} "
                     f"boot_id={self._boot_id.hex()}"
@@ -135,11 +143,26 @@ class Sidecar:
             await server.close()
             sessions.close()
             expiry.cancel()
+            if isinstance(cluster, Cluster) and not await asyncio.to_thread(cluster.close, _MIN_CLOSE_S):
+                logger.warning("something still reads into the arena over a link; it stays mapped until the end")
             await mover.stop(max(_MIN_CLOSE_S, self._stop_by_s - loop.time()))
             await asyncio.to_thread(faulting.join, STOP_DEADLINE_S)
 
+    async def _open_cluster(self, arena: Arena, loop: asyncio.AbstractEventLoop) -> Cluster | NoCluster:
+        """Links listen before there is anything to lend."""
+        if not (self._config.peers or self._config.directory):
+            return NoCluster()
+        cluster = Cluster(self._config, arena, loop, self._clock)
+        await asyncio.to_thread(cluster.open)
+        return cluster
+
     async def _start_others(
-        self, others: AsyncExitStack, dispatcher: Dispatcher, sessions: Sessions, loop: asyncio.AbstractEventLoop
+        self,
+        others: AsyncExitStack,
+        dispatcher: Dispatcher,
+        sessions: Sessions,
+        loop: asyncio.AbstractEventLoop,
+        cluster: Cluster | NoCluster,
     ) -> None:
         """What may come up after the first Hello. Engines wait for none of it, so neither do its imports hold them up."""
         config = self._config
@@ -152,6 +175,7 @@ class Sidecar:
                 sessions=sessions,
                 loop=loop,
                 clock=self._clock,
+                cluster=cluster,
             )
             remote = await asyncio.to_thread(make)
             others.push_async_callback(asyncio.to_thread, remote.stop, _GRPC_GRACE_S)
@@ -226,8 +250,13 @@ class _Drives:
         ]
         self.slots = StripedSlots(self._each)
 
-    def mover(self, store: Store, loop: asyncio.AbstractEventLoop, clock: Clock) -> Mover:
-        """Between the store and the tier."""
+    def mover(self, store: Store, loop: asyncio.AbstractEventLoop, clock: Clock, announce: Callable[[], None]) -> Mover:
+        """Between the store and the tier. `announce` tells others what the drives have, once it can be found."""
+
+        def on_recovered(recovered: "Recovered") -> None:
+            self._on_recovered(recovered)
+            loop.call_soon(announce)
+
         return Mover(
             store,
             self._tier,
@@ -235,7 +264,7 @@ class _Drives:
             forgotten=self._forgotten,
             loop=loop,
             clock=clock,
-            on_recovered=self._on_recovered,
+            on_recovered=on_recovered,
         )
 
     def _on_recovered(self, recovered: "Recovered") -> None:
@@ -263,9 +292,9 @@ def _start_grpc(*args: Any, **kwargs: Any) -> "GrpcServer":
 class _ExpiryTimer:
     """Wakes the loop when the next lease is due, and not before."""
 
-    def __init__(self, store: Store, mover: Mover | NoMover, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+        self.pump: Callable[[], None] = lambda: None  # called when leases have expired
         self._store = store
-        self._mover = mover
         self._loop = loop
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -290,5 +319,5 @@ class _ExpiryTimer:
         self._timer = None
         if num_expired := self._store.expire(self._clock.now_s()):
             logger.info("leases expired count=%d", num_expired)
-            self._mover.pump()
+            self.pump()
         self.arm()

@@ -199,12 +199,13 @@ class Store:
         now_s: float,
         *,
         from_back: bool = False,
+        borrow: bool = True,
     ) -> ReadGrant:
         """Lease the readable prefix from block `first_needed` on. Nothing to lease: lease 0, which needs no release.
 
         Blocks that lie on a drive only are ordered from there, once, however many ask, the last ones first if `from_back`:
         their slots are granted, and their bytes come later, or not (ReadGrant.ready). Where the arena has no room for them,
-        the run ends.
+        the run ends. Behind them come blocks that another node has, unless the caller is one (`borrow`).
 
         The same request again (same id, same arguments) renews and answers with the live lease it got. Raises
         ProtocolError when the id was used for another request, LeaseRefused when the instance may not have a lease now.
@@ -218,13 +219,13 @@ class Store:
             rows, _ = self._readable_prefix(entry, keys)
             needed = rows[max(first_needed, 0) :]
             _check_distinct(len(set(needed.tolist())), len(needed))
-            if len(needed) or self._offer_behind(entry, keys, max(len(rows), first_needed), now_s):
+            start = max(len(rows), first_needed)
+            if len(needed) or (borrow and self._offer_behind(entry, keys, start, now_s)):
                 self._check_allowed(holder.instance)
             self._index.touch(rows)
             num_before, num_wanted = len(rows) - len(needed), len(needed)
             needed = self._bring(entry, needed, Urgency.READ, from_back=from_back)
-            if len(needed) == num_wanted:
-                start = max(len(rows), first_needed)
+            if borrow and len(needed) == num_wanted:
                 borrowed = self._borrow(entry, keys, start, needed, now_s)
                 num_before = start if len(borrowed) and not num_wanted else num_before
                 needed = np.concatenate((needed, borrowed))
@@ -535,6 +536,14 @@ class Store:
         entry = self._index.find_namespace(namespace)
         row = NO_PARENT if entry is None else entry.rows.get(key, NO_PARENT)
         return row != NO_PARENT and READY in {self._blocks.table.state_at[row], self._spill.nvme.table.state_at[row]}
+
+    def num_held(self, namespace: bytes, keys: Sequence[bytes]) -> int:
+        """How much of the prefix can be read here, without a trace."""
+        return len(self._readable_prefix(self._namespace(namespace), keys)[0])
+
+    def held_blocks(self) -> list[tuple[bytes, list[bytes]]]:
+        """Keys that may be held, by namespace; ask `holds` of each."""
+        return [(entry.namespace, list(entry.rows)) for entry in self._index.namespaces if entry.rows]
 
     def suspects(self, now_s: float) -> list[str]:
         """Nodes that failed and are left alone now."""

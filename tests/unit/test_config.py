@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -139,6 +140,7 @@ def test_every_setting_has_a_flag_that_sets_it() -> None:
         "nvme_write_policy": "write_back",
         "grpc_tcp": "localhost:7",
     }
+    lists = {"peers": ("b:1", "a:2"), "directory": ("redis://b", "redis://a"), "links": ("tcp", "rdma")}
     names = {param.name: param.opts[0] for param in serve.params}
     for setting in settings():
         flag = names[setting.name]
@@ -146,7 +148,9 @@ def test_every_setting_has_a_flag_that_sets_it() -> None:
             tls = ("--grpc-tls-cert", "a.pem", "--grpc-tls-key", "a.pem", "--grpc-tls-client-ca", "a.pem")
             assert getattr(flags_of(*tls), setting.name) == "a.pem"
         elif setting.base is tuple:
-            assert getattr(flags_of(flag, "/b", flag, "/a"), setting.name) == ("/b", "/a")
+            first, second = lists.get(setting.name, ("/b", "/a"))
+            node = ("--grpc-tcp", "localhost:7", "--peer-secret-file", "secret")
+            assert getattr(flags_of(flag, first, flag, second, *node), setting.name) == (first, second)
         elif setting.base is bool:
             assert getattr(flags_of(f"--no-{flag[2:]}"), setting.name) is False
             assert getattr(flags_of(flag), setting.name) is True
@@ -254,3 +258,26 @@ def test_the_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert re.fullmatch(r"/tmp/kvstore-\d+\.sock", default_socket_path())
+
+
+NODE = {"grpc_tcp": "localhost:7", "peer_secret_file": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"peers": ("b",)}, "peers"),
+        ({"peers": ("b:0",)}, "peers"),
+        ({"peers": ("b:1",), "directory": ("redis://c",)}, "directory"),
+        ({"peers": ("b:1",), "grpc_tcp": ""}, "grpc_tcp"),
+        ({"directory": ("redis://c",), "peer_secret_file": ""}, "peer_secret_file"),
+        ({"links": ("pigeon",)}, "links"),
+        ({"links": ("tcp", "tcp")}, "links"),
+        ({"links": ()}, "links"),
+        ({"peers": ("b:1",), "advertise": "here"}, "advertise"),
+    ],
+)
+def test_peers_that_cannot_work_are_refused_by_their_field(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**(NODE | given))
+    assert caught.value.fields["field"] == field

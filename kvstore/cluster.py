@@ -1,0 +1,302 @@
+"""This node among others: what it lends over which links, where its blocks are announced, and what it fetches.
+
+open (a thread)   links listen -> the node is described -> the directory starts
+loop              store events -> Announcer -> directory.publish, withdraw
+                  store.take_fetches -> PeerMover -> store.finish_fetches
+gRPC threads      Lend -> Lender;  Digest -> StaticDirectory.serve
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from kvstore.config import Config
+from kvstore.core.clock import Clock
+from kvstore.core.errors import ConfigError, RemoteProtocolError
+from kvstore.core.events import BlockRemoved, BlockStored, Event
+from kvstore.core.loans import FetchDone
+from kvstore.lending import Lender, Loans
+from kvstore.mover import Mailbox
+from kvstore.peer_control import Identity, PeerControl
+from kvstore.peer_mover import PeerMover
+from kvstore.store import Store
+from kvstore.tiers.arena import Arena
+from kvstore.transport.block_log import Cursor
+from kvstore.transport.directory import Directory, Holding, LinkDescriptor, Node
+from kvstore.transport.link import Endpoint
+from kvstore.transport.static_directory import PeerAnswer, StaticDirectory
+
+if TYPE_CHECKING:
+    from kvstore.transport.tcp_socket import TcpSecurity
+
+logger = logging.getLogger(__name__)
+
+_RESYNC_SLICE_BLOCKS = 4096
+_CLOSE_FRACTION = 0.5
+
+
+class _Question(NamedTuple):
+    """DigestRequest.body."""
+
+    cursor: Cursor
+    max_bytes: int
+
+
+class Cluster:
+    """Peers, links and directory of one sidecar. Made and opened before the store, which it is told of by `join`."""
+
+    def __init__(self, config: Config, arena: Arena, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+        self._config = config
+        self._arena = arena
+        self._loop = loop
+        self._clock = clock
+        self.secret = _read_secret(config.peer_secret_file)
+        self.identity = Identity(
+            config.node_id or socket.gethostname(), secrets.token_bytes(16), self.secret, _credentials(config)
+        )
+        self.loans = Loans(clock)
+        self.lender = Lender(arena.memory, arena.generations, self.loans, clock)
+        self._endpoints: list[Endpoint] = []
+        self._questions: dict[str, PeerControl] = {}  # to peers of a static list; directory threads only
+        self._fetched: Mailbox[FetchDone] = Mailbox(loop)
+        self._directory: Directory | None = None
+        self._mover: PeerMover | None = None
+        self._store: Store | None = None
+        self._announcer: Announcer | None = None
+        self._resyncing: asyncio.Task[None] | None = None
+
+    @property
+    def directory(self) -> Directory:
+        """After `open`."""
+        assert self._directory is not None
+        return self._directory
+
+    def open(self) -> None:
+        """Listen, and let the others know. Blocks shortly. Raises ConfigError, and PeerUnavailable when no link can be had."""
+        self._endpoints = [self._open_endpoint(kind) for kind in self._config.links]
+        links = tuple(LinkDescriptor(endpoint.kind, endpoint.describe()) for endpoint in self._endpoints)
+        config = self._config
+        node = Node(
+            node_id=self.identity.node_id,
+            epoch=time.time_ns() // 1000,
+            control_address=config.advertise or config.grpc_tcp,
+            links=links,
+        )
+        self._directory = self._make_directory(node)
+        self._mover = PeerMover(self._directory, self._endpoints, self.identity, self._fetched.put)
+
+    def join(self, store: Store) -> None:
+        """Begin to fetch for `store`, and to tell what it holds. Loop thread."""
+        assert self._mover is not None
+        self._store = store
+        self._announcer = Announcer(self.directory, store.holds)
+        self._fetched.open(self._take_fetched)
+        self._mover.start()
+        self.directory.start()
+
+    def on_event(self, event: Event) -> None:
+        """What happened to blocks of the store."""
+        if self._announcer is not None:
+            self._announcer.on_event(event)
+
+    def pump(self) -> None:
+        """Hand out what the store has decided, and tell what has changed. After every verb; cheap when that is nothing."""
+        if self._store is None or self._mover is None or self._announcer is None:
+            return
+        orders = self._store.take_fetches()
+        if orders.fetches:
+            self._mover.submit(orders.fetches)
+        if orders.cancels:
+            self._mover.cancel(orders.cancels)
+        self._announcer.tell()
+        if self.directory.resync_needed:
+            self.announce_all()
+
+    def announce_all(self) -> None:
+        """Tell everything that is held anew, in slices: at the start, and when updates were lost."""
+        if self._resyncing is None or self._resyncing.done():
+            self._resyncing = self._loop.create_task(self._resync())
+
+    def locate(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[Holding]:
+        """Who else has how much of a prefix, farthest first."""
+        return self.directory.locate(namespace, keys)
+
+    def digest(self, body: bytes) -> bytes:
+        """Answer a peer's question of what we hold (Digest). Any thread. Raises RemoteProtocolError."""
+        directory = self._directory
+        if not isinstance(directory, StaticDirectory):
+            raise RemoteProtocolError("digest: this node tells what it holds to a directory server", field="digest")
+        try:
+            question = msgspec.msgpack.decode(body, type=_Question)
+        except msgspec.DecodeError as err:
+            raise RemoteProtocolError(f"body: {err}", field="body", value=len(body)) from err
+        return msgspec.msgpack.encode(directory.serve(question.cursor, question.max_bytes))
+
+    def close(self, deadline_s: float) -> bool:
+        """End all of it. False: something still writes to the arena; it must stay mapped. Blocks; not the loop's thread."""
+        until_s = time.monotonic() + deadline_s
+        if self._directory is not None:
+            self._directory.close()
+        if self._mover is not None:
+            self._mover.stop(deadline_s * _CLOSE_FRACTION)
+        for control in self._questions.values():
+            control.close()
+        closed = [endpoint.close(max(0.1, until_s - time.monotonic())) for endpoint in self._endpoints]
+        return all(closed)
+
+    # --- loop thread ----------------------------------------------------------------------------------------------------
+
+    def _take_fetched(self, done: list[FetchDone]) -> None:
+        assert self._store is not None
+        self._store.finish_fetches(done, self._clock.now_s())
+        self.pump()
+
+    async def _resync(self) -> None:
+        assert self._store is not None
+        self.directory.resync()
+        for namespace, keys in self._store.held_blocks():
+            for first in range(0, len(keys), _RESYNC_SLICE_BLOCKS):
+                held = [key for key in keys[first : first + _RESYNC_SLICE_BLOCKS] if self._store.holds(namespace, key)]
+                self.directory.publish(namespace, held)
+                await asyncio.sleep(0)
+
+    # --- opening --------------------------------------------------------------------------------------------------------
+
+    def _open_endpoint(self, kind: str) -> Endpoint:
+        arena = self._arena
+        if kind == "rdma":
+            from kvstore.transport.rdma import RdmaEndpoint
+
+            return RdmaEndpoint(memory=arena.memory, generations=arena.generations).open()
+        from kvstore.transport.tcp import TcpEndpoint
+
+        config = self._config
+        host = config.link_host or config.grpc_tcp.rpartition(":")[0].strip("[]")
+        advertised = (config.advertise or config.grpc_tcp).rpartition(":")[0].strip("[]")
+        return TcpEndpoint(
+            memory=arena.memory,
+            generations=arena.generations,
+            gatekeeper=self.loans,
+            security=_tcp_security(config, self.secret),
+            host=host,
+            port=config.link_port,
+            advertise=config.link_host or advertised,
+            fd=arena.fd,
+        ).open()
+
+    def _make_directory(self, node: Node) -> Directory:
+        config = self._config
+        if config.peers:
+            return StaticDirectory(node, config.peers, self._ask, clock=self._clock)
+        try:
+            from kvstore.transport.redis_directory import RedisDirectory, connector
+        except ImportError as err:
+            raise ConfigError(
+                "directory: a directory server needs the extra `cluster` (redis)",
+                field="directory",
+                value=str(err.name),
+            ) from err
+        connect = connector(*config.directory, is_cluster=config.directory_is_cluster)
+        return RedisDirectory(node, connect, cluster=config.cluster, clock=self._clock)
+
+    def _ask(self, address: str, cursor: Cursor, max_bytes: int, deadline_s: float) -> PeerAnswer:
+        """StaticDirectory's Fetch."""
+        control = self._questions.setdefault(address, PeerControl(address, self.identity))
+        body = control.digest(msgspec.msgpack.encode(_Question(cursor, max_bytes)), deadline_s)
+        try:
+            return msgspec.msgpack.decode(body, type=PeerAnswer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as err:
+            raise RemoteProtocolError(f"digest of {address}: {err}", field="digest", value=len(body)) from err
+
+
+class NoCluster:
+    """A node on its own."""
+
+    secret = b""
+
+    def on_event(self, event: Event) -> None:
+        """Nobody to tell."""
+
+    def pump(self) -> None:
+        """Nothing to fetch."""
+
+    def announce_all(self) -> None:
+        """Nobody to tell."""
+
+    def locate(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[Holding]:  # noqa: ARG002
+        """Nobody."""
+        return ()
+
+
+class Announcer:
+    """Tells the directory what came and went. A block is there as long as any tier has it, so a removal is looked at when the
+    verb that removed it is over."""
+
+    def __init__(self, directory: Directory, holds: Callable[[bytes, bytes], bool]) -> None:
+        self._directory = directory
+        self._holds = holds
+        self._stored: list[tuple[bytes, Sequence[bytes]]] = []
+        self._removed: list[tuple[bytes, Sequence[bytes]]] = []
+
+    def on_event(self, event: Event) -> None:
+        """Take it down."""
+        if isinstance(event, BlockStored):
+            self._stored.append((event.namespace, event.hashes))
+        elif isinstance(event, BlockRemoved):
+            self._removed.append((event.namespace, event.hashes))
+
+    def tell(self) -> None:
+        """What is there now and was not, and the other way round."""
+        stored, self._stored = self._stored, []
+        removed, self._removed = self._removed, []
+        for namespace, hashes in stored:
+            self._directory.publish(namespace, [key for key in hashes if self._holds(namespace, key)])
+        for namespace, hashes in removed:
+            self._directory.withdraw(namespace, [key for key in hashes if not self._holds(namespace, key)])
+
+
+def _tcp_security(config: Config, secret: bytes) -> "TcpSecurity":
+    from kvstore.transport.tcp_socket import TcpSecurity
+
+    if config.grpc_tls_cert:
+        return TcpSecurity(
+            secret=secret,
+            cert=Path(config.grpc_tls_cert),
+            key=Path(config.grpc_tls_key),
+            ca=Path(config.grpc_tls_client_ca),
+        )
+    return TcpSecurity(secret=secret)
+
+
+def _credentials(config: Config) -> Callable[[], Any] | None:
+    """Of a gRPC client that shows the node's own certificate."""
+    if not config.grpc_tls_cert:
+        return None
+
+    def make() -> Any:
+        import grpc
+
+        key, cert, authority = (
+            Path(path).read_bytes() for path in (config.grpc_tls_key, config.grpc_tls_cert, config.grpc_tls_client_ca)
+        )
+        return grpc.ssl_channel_credentials(authority, key, cert)
+
+    return make
+
+
+def _read_secret(file: str) -> bytes:
+    if not file:
+        return b""
+    try:
+        return Path(file).read_bytes().strip()
+    except OSError as err:
+        raise ConfigError(
+            f"peer_secret_file: cannot read {file}: {err.strerror}", field="peer_secret_file", value=file
+        ) from err
