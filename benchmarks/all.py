@@ -13,6 +13,7 @@ NAMES = (
     "blocks",
     "nvme",
     "nvme_restart",
+    "link_tcp",
     "overhead",
     "index_memory",
     "engine_speed",

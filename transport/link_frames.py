@@ -27,7 +27,7 @@ _TAIL = struct.Struct("<BBHI")
 _DESCRIPTOR = struct.Struct(f"<4sHBBHH{ID_NBYTES}sQ")
 
 HELLO_NBYTES, CHALLENGE_NBYTES, READY_NBYTES = _HELLO.size, _CHALLENGE.size, _READY.size
-REQUEST_NBYTES, EXTENT_NBYTES, HEAD_NBYTES, TAIL_NBYTES = _REQUEST.size, _EXTENT.size, _HEAD.size, _TAIL.size
+REQUEST_NBYTES, EXTENT_NBYTES = _REQUEST.size, _EXTENT.size
 
 _REQUEST_MARK, _HEAD_MARK, _TAIL_MARK = 0x51, 0x48, 0x54  # Q, H, T
 _DESCRIPTOR_MAGIC = b"KVLT"
@@ -42,7 +42,7 @@ _STATUSES = {
     LinkProblem.GONE: 4,
     LinkProblem.BROKEN: 5,
 }
-_PROBLEMS = {status: problem for problem, status in _STATUSES.items()}
+_PROBLEM_OF = {status: problem for problem, status in _STATUSES.items()}
 
 
 class Descriptor(NamedTuple):
@@ -85,21 +85,12 @@ class RequestHeader(NamedTuple):
     checked: bool
 
 
-class Head(NamedTuple):
-    """What stands before an extent's bytes."""
+class Statuses(NamedTuple):
+    """What an owner says of a request's extents: before their bytes (head), and for good behind them (tail)."""
 
     request_id: int
-    number: int
-    problem: LinkProblem | None
-    nbytes: int
-
-
-class Tail(NamedTuple):
-    """What stands behind them."""
-
-    request_id: int
-    number: int
-    problem: LinkProblem | None
+    problems: tuple[LinkProblem | None, ...]
+    nbytes: int = 0  # head: of the bytes that follow
 
 
 def encode_descriptor(descriptor: Descriptor) -> bytes:
@@ -212,30 +203,54 @@ def decode_extents(raw: bytes | memoryview) -> list[Extent]:
     return extents
 
 
-def encode_head(head: Head) -> bytes:
-    """HEAD_NBYTES."""
-    return _HEAD.pack(_HEAD_MARK, _status(head.problem), head.number, head.request_id, head.nbytes)
+def head_nbytes(num_extents: int) -> int:
+    """Size of the head of a reply."""
+    return _HEAD.size + num_extents
 
 
-def decode_head(raw: bytes | bytearray | memoryview) -> Head:
-    """Raises RemoteProtocolError."""
-    mark, status, number, request_id, nbytes = _HEAD.unpack(raw)
+def tail_nbytes(num_extents: int) -> int:
+    """Size of its tail."""
+    return _TAIL.size + num_extents
+
+
+def encode_head(statuses: Statuses) -> bytes:
+    """What stands before the bytes."""
+    request_id, problems, nbytes = statuses
+    return _HEAD.pack(_HEAD_MARK, 0, len(problems), request_id, nbytes) + _statuses(problems)
+
+
+def decode_head(raw: bytes | bytearray | memoryview, request_id: int) -> Statuses:
+    """Of the reply to `request_id`; as many extents as `raw` has room for. Raises RemoteProtocolError."""
+    mark, zero, count, found_id, nbytes = _HEAD.unpack_from(raw)
     _require(mark == _HEAD_MARK, "head mark", mark, f"expected {_HEAD_MARK}")
-    problem = _problem(status)
-    _require(problem is None or nbytes == 0, "head nbytes", nbytes, "zero where there is a problem")
-    return Head(request_id, number, problem, nbytes)
+    _require(zero == 0, "head zero", zero, "zero in this version")
+    _require(found_id == request_id, "head request id", found_id, f"the reply to {request_id} is due")
+    _require(_HEAD.size + count == len(raw), "head count", count, f"asked for {len(raw) - _HEAD.size}")
+    return Statuses(request_id, _problems(raw[_HEAD.size :]), nbytes)
 
 
-def encode_tail(tail: Tail) -> bytes:
-    """TAIL_NBYTES."""
-    return _TAIL.pack(_TAIL_MARK, _status(tail.problem), tail.number, tail.request_id)
+def encode_tail(statuses: Statuses) -> bytes:
+    """What stands behind the bytes."""
+    request_id, problems, _ = statuses
+    return _TAIL.pack(_TAIL_MARK, 0, len(problems), request_id) + _statuses(problems)
 
 
-def decode_tail(raw: bytes | bytearray | memoryview) -> Tail:
-    """Raises RemoteProtocolError."""
-    mark, status, number, request_id = _TAIL.unpack(raw)
+def decode_tail(raw: bytes | bytearray | memoryview, request_id: int) -> Statuses:
+    """As `decode_head`."""
+    mark, zero, count, found_id = _TAIL.unpack_from(raw)
     _require(mark == _TAIL_MARK, "tail mark", mark, f"expected {_TAIL_MARK}")
-    return Tail(request_id, number, _problem(status))
+    _require(zero == 0, "tail zero", zero, "zero in this version")
+    _require(found_id == request_id, "tail request id", found_id, f"the reply to {request_id} is due")
+    _require(_TAIL.size + count == len(raw), "tail count", count, f"asked for {len(raw) - _TAIL.size}")
+    return Statuses(request_id, _problems(raw[_TAIL.size :]))
+
+
+def _statuses(problems: Sequence[LinkProblem | None]) -> bytes:
+    return bytes(map(_status, problems))
+
+
+def _problems(raw: bytes | bytearray | memoryview) -> tuple[LinkProblem | None, ...]:
+    return tuple(map(_problem, raw)) if any(raw) else (None,) * len(raw)
 
 
 def _status(problem: LinkProblem | None) -> int:
@@ -245,8 +260,8 @@ def _status(problem: LinkProblem | None) -> int:
 def _problem(status: int) -> LinkProblem | None:
     if status == OK:
         return None
-    _require(status in _PROBLEMS, "status", status, f"known are 0 to {max(_PROBLEMS)}")
-    return _PROBLEMS[status]
+    _require(status in _PROBLEM_OF, "status", status, f"known are 0 to {max(_PROBLEM_OF)}")
+    return _PROBLEM_OF[status]
 
 
 def _require(is_right: bool, field: str, value: str | int, right: str) -> None:  # noqa: FBT001 - a condition, like assert's

@@ -180,28 +180,24 @@ class TcpOwner:
             self._answer(sock, request, frames.decode_extents(extents_raw))
 
     def _answer(self, sock: LinkSocket, request: frames.RequestHeader, extents: Sequence[Extent]) -> None:
-        """Each mark travels with what comes after it: one call of the kernel an extent, two where it sends pages."""
-        ends_s = time.monotonic() + LINK_REQUEST_DEADLINE_S
         inside = all(extent.offset + extent.nbytes <= self._arena.nbytes for extent in extents)
-        allowed = inside and self._gatekeeper.may_read(request.lease, extents)
-        marks = b""
-        for number, extent in enumerate(extents):
-            problem = self._staleness(extent) if allowed else LinkProblem.REFUSED
-            nbytes = 0 if problem else extent.nbytes
-            marks += frames.encode_head(frames.Head(request.request_id, number, problem, nbytes))
-            if problem is None:
-                self._send(sock, marks, extent, checked=request.checked, ends_s=ends_s)
-                marks = frames.encode_tail(frames.Tail(request.request_id, number, self._staleness(extent)))
-        sock.send([marks])
-
-    def _send(self, sock: LinkSocket, marks: bytes, extent: Extent, *, checked: bool, ends_s: float) -> None:
-        if time.monotonic() > ends_s:
-            raise LinkFailure(LinkProblem.TIMEOUT, "the reader takes bytes too slowly")
-        if checked and self._fd is not None and sock.may_send_pages:
-            sock.send([marks], more=True)
-            sock.send_pages(self._fd, extent.offset, extent.nbytes, ends_s=ends_s)
+        if inside and self._gatekeeper.may_read(request.lease, extents):
+            before = tuple(map(self._staleness, extents))
         else:
-            sock.send([marks, self._arena[extent.offset : extent.offset + extent.nbytes]])
+            before = (LinkProblem.REFUSED,) * len(extents)
+        granted = [extent for extent, problem in zip(extents, before, strict=True) if problem is None]
+        nbytes = sum(extent.nbytes for extent in granted)
+        head = frames.encode_head(frames.Statuses(request.request_id, before, nbytes))
+        ends_s = time.monotonic() + LINK_REQUEST_DEADLINE_S
+        if request.checked and self._fd is not None and sock.may_send_pages:
+            sock.send([head], more=bool(granted))
+            for extent in granted:
+                sock.send_pages(self._fd, extent.offset, extent.nbytes, ends_s=ends_s)
+        else:
+            views = [self._arena[extent.offset : extent.offset + extent.nbytes] for extent in granted]
+            sock.send([head, *views], ends_s=ends_s)
+        after = tuple(problem or self._staleness(extent) for extent, problem in zip(extents, before, strict=True))
+        sock.send([frames.encode_tail(frames.Statuses(request.request_id, after))])
 
     def _staleness(self, extent: Extent) -> LinkProblem | None:
         found = self._generations[extent.offset // SLOT_ALIGN_BYTES]

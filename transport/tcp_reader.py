@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.core.errors import RemoteProtocolError
-from kvstore.core.limits import LINK_IDLE_S, LINK_WINDOW_BYTES, MAX_LINK_REQUEST_EXTENTS
+from kvstore.core.limits import LINK_IDLE_S, LINK_REQUEST_BYTES, LINK_WINDOW_REQUESTS, MAX_LINK_REQUEST_EXTENTS
 from kvstore.transport import link_frames as frames
 from kvstore.transport.link import LinkHealth, LinkProblem, LinkStats, OnDone, ReadExtent
-from kvstore.transport.read_queue import Ended, Pending, ReadQueue, is_right
+from kvstore.transport.read_queue import Pending, ReadQueue, is_right
 from kvstore.transport.tcp_socket import LinkFailure, LinkSocket
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ class TcpLink:
         arena: memoryview,
         poke: Callable[[float], None],
         max_streams: int,
-        window_bytes: int = LINK_WINDOW_BYTES,
     ) -> None:
         assert max_streams > 0
         self.peer = peer
@@ -47,7 +46,6 @@ class TcpLink:
         self._arena = arena
         self._poke = poke
         self._max_streams = max_streams
-        self._window_bytes = window_bytes
         self._reads = ReadQueue(arena_nbytes=arena.nbytes)
         self._streams: list[_Stream] = []  # guarded by the queue's lock
         self._no_stream_before_s = 0.0
@@ -149,12 +147,12 @@ class TcpLink:
             self._poke(-math.inf)
 
 
-class _Asked(NamedTuple):
-    """An extent in flight, and how the owner names it."""
+class _Request(NamedTuple):
+    """Extents in flight that are answered together."""
 
-    pending: Pending
     request_id: int
-    number: int
+    pendings: list[Pending]
+    ends_s: float  # the earliest deadline of them
 
 
 class _Stream(threading.Thread):
@@ -167,14 +165,12 @@ class _Stream(threading.Thread):
         self._reads = reads
         self._arena = link._arena  # noqa: SLF001 - a part of the link, in a thread of its own
         self._request_ids = itertools.cycle(range(frames.MAX_REQUEST_ID + 1))
-        self._head = memoryview(bytearray(frames.HEAD_NBYTES))
-        self._tail = memoryview(bytearray(frames.TAIL_NBYTES))
+        self._marks = memoryview(bytearray(frames.head_nbytes(MAX_LINK_REQUEST_EXTENTS)))
         self._was_idle = False  # nothing has come since the connection was last idle: it may have ended meanwhile
 
         # Guarded by the queue's lock.
         self._sock: LinkSocket | None = None
-        self._in_flight: deque[_Asked] = deque()
-        self._in_flight_nbytes = 0
+        self._in_flight: deque[_Request] = deque()
         self._verdict: LinkProblem | None = None
 
     def stop(self, problem: LinkProblem) -> None:
@@ -187,7 +183,7 @@ class _Stream(threading.Thread):
 
     def is_overdue(self, now_s: float) -> bool:
         """With the queue's lock held: is the deadline of anything in flight over?"""
-        return any(asked.pending.batch.ends_s <= now_s for asked in self._in_flight)
+        return any(request.ends_s <= now_s for request in self._in_flight)
 
     def run(self) -> None:
         """Until the connection fails, is idle for long, or is stopped."""
@@ -215,7 +211,7 @@ class _Stream(threading.Thread):
     def _finish(self, failure: LinkFailure | None) -> None:
         with self._reads.changed:
             sock, self._sock = self._sock, None
-            left = [asked.pending for asked in self._in_flight]
+            left = [pending for request in self._in_flight for pending in request.pendings]
             self._in_flight.clear()
             if self._verdict is not None:
                 failure = LinkFailure(self._verdict, "stopped by this side")
@@ -241,88 +237,77 @@ class _Stream(threading.Thread):
             with self._reads.changed:
                 if self._verdict is not None:
                     raise LinkFailure(self._verdict, "stopped by this side")
-                asked = self._take()
-                if not asked and self._in_flight:
+                request = self._take()
+                if request is None and self._in_flight:
                     return True
-                if not asked:
+                if request is None:
                     self._was_idle = True
                     if not self._reads.changed.wait(LINK_IDLE_S) and not self._reads.has_queued:
                         return False
                     continue
                 if self._reads.has_queued:
                     self._reads.changed.notify()  # so as many wake as have something to do
-            if self._was_idle and len(self._in_flight) == len(asked) and not sock.is_quiet():
-                self._forget(asked)
+            if self._was_idle and len(self._in_flight) == 1 and not sock.is_quiet():
+                self._forget(request)
                 raise LinkFailure(LinkProblem.GONE, "the connection ended while it was idle")
-            self._send(sock, asked)
+            self._send(sock, request)
 
-    def _take(self) -> list[_Asked]:
-        if self._in_flight_nbytes > self._link._window_bytes // 2 and len(self._in_flight) > 1:  # noqa: SLF001
-            return []
-        room = self._link._window_bytes - self._in_flight_nbytes  # noqa: SLF001
-        share = self._reads.queued_nbytes // len(self._link._streams)  # noqa: SLF001
-        taken = self._reads.take(min(room, share), MAX_LINK_REQUEST_EXTENTS)
-        request_id = next(self._request_ids) if taken else 0
-        asked = [_Asked(pending, request_id, number) for number, pending in enumerate(taken)]
-        self._in_flight += asked
-        self._in_flight_nbytes += sum(pending.extent.nbytes for pending in taken)
-        return asked
+    def _take(self) -> _Request | None:
+        if len(self._in_flight) >= LINK_WINDOW_REQUESTS:
+            return None
+        share = self._reads.queued_nbytes // len(self._link._streams)  # noqa: SLF001 - as above
+        pendings = self._reads.take(min(LINK_REQUEST_BYTES, share), MAX_LINK_REQUEST_EXTENTS)
+        if not pendings:
+            return None
+        request = _Request(next(self._request_ids), pendings, min(pending.batch.ends_s for pending in pendings))
+        self._in_flight.append(request)
+        return request
 
-    def _forget(self, asked: list[_Asked]) -> None:
-        """They are all that is in flight, and were not sent."""
+    def _forget(self, request: _Request) -> None:
+        """It is all that is in flight, and was not sent."""
         with self._reads.changed:
             self._in_flight.clear()
-            self._in_flight_nbytes = 0
-            self._reads.put_back([each.pending for each in asked], retried=False)
+            self._reads.put_back(request.pendings, retried=False)
 
-    def _send(self, sock: LinkSocket, asked: list[_Asked]) -> None:
-        extents = [each.pending.extent for each in asked]
-        request = frames.encode_request(
-            asked[0].request_id,
-            asked[0].pending.batch.lease,
-            [extent.remote for extent in extents],
-            checked=all(extent.checksum is not None for extent in extents),
-        )
-        sock.send([request])
+    def _send(self, sock: LinkSocket, request: _Request) -> None:
+        extents = [pending.extent for pending in request.pendings]
+        checked = all(extent.checksum is not None for extent in extents)
+        lease = request.pendings[0].batch.lease
+        asked = [extent.remote for extent in extents]
+        sock.send([frames.encode_request(request.request_id, lease, asked, checked=checked)])
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def _receive(self, sock: LinkSocket) -> None:
-        """The next extent in flight."""
-        asked = self._in_flight[0]
-        extent = asked.pending.extent
-        sock.recv_exactly(self._head)
+        """The reply to the oldest request in flight."""
+        request = self._in_flight[0]
+        num_extents = len(request.pendings)
+        head_raw = self._marks[: frames.head_nbytes(num_extents)]
+        sock.recv_exactly(head_raw)
         self._was_idle = False
-        head = frames.decode_head(self._head)
-        _require_answer(asked, head)
-        problem = head.problem
-        if problem is None:
-            problem = self._receive_bytes(sock, asked, head.nbytes)
+        head = frames.decode_head(head_raw, request.request_id)
+        granted = [p.extent for p, problem in zip(request.pendings, head.problems, strict=True) if problem is None]
+        _require_size(head.nbytes, sum(extent.nbytes for extent in granted))
+        tail_raw = self._marks[: frames.tail_nbytes(num_extents)]
+        into = [self._arena[extent.local_offset : extent.local_offset + extent.nbytes] for extent in granted]
+        if sock.recv([*into, tail_raw]) < head.nbytes + tail_raw.nbytes:
+            raise LinkFailure(LinkProblem.GONE, "the connection ended within a reply")
+        tail = frames.decode_tail(tail_raw, request.request_id)
+        ended = [
+            (pending, self._verify(pending, before or after))
+            for pending, before, after in zip(request.pendings, head.problems, tail.problems, strict=True)
+        ]
         with self._reads.changed:
             self._in_flight.popleft()
-            self._in_flight_nbytes -= extent.nbytes
-        ended: list[Ended] = [(asked.pending, problem)]
         self._reads.end(ended)
 
-    def _receive_bytes(self, sock: LinkSocket, asked: _Asked, nbytes: int) -> LinkProblem | None:
-        extent = asked.pending.extent
-        if nbytes > extent.nbytes:
-            raise LinkFailure(LinkProblem.BROKEN, f"head nbytes: {nbytes} is not right; {extent.nbytes} were asked for")
-        if nbytes < extent.nbytes:
-            raise LinkFailure(LinkProblem.SHORT, f"head nbytes: {nbytes} of the {extent.nbytes} that were asked for")
-        into = self._arena[extent.local_offset : extent.local_offset + nbytes]
-        if sock.recv([into, self._tail]) < nbytes + frames.TAIL_NBYTES:
-            raise LinkFailure(LinkProblem.GONE, "the connection ended within a block")
-        tail = frames.decode_tail(self._tail)
-        _require_answer(asked, tail)
-        if tail.problem is None and not is_right(extent, self._arena):
+    def _verify(self, pending: Pending, problem: LinkProblem | None) -> LinkProblem | None:
+        if problem is None and not is_right(pending.extent, self._arena):
             return LinkProblem.CORRUPT
-        return tail.problem
+        return problem
 
 
-def _require_answer(asked: _Asked, mark: frames.Head | frames.Tail) -> None:
-    if (mark.request_id, mark.number) != (asked.request_id, asked.number):
-        raise LinkFailure(
-            LinkProblem.BROKEN,
-            f"answer to {mark.request_id}/{mark.number} is not right; {asked.request_id}/{asked.number} is due",
-        )
+def _require_size(nbytes: int, expected_nbytes: int) -> None:
+    if nbytes != expected_nbytes:
+        problem = LinkProblem.SHORT if nbytes < expected_nbytes else LinkProblem.BROKEN
+        raise LinkFailure(problem, f"head size: {nbytes} is not right; expected {expected_nbytes}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -21,6 +22,7 @@ from kvstore.transport.link import LinkProblem
 MIN_SECRET_NBYTES = 16
 _BUFFER_BYTES = 4 << 20
 """Of the kernel, either direction: one block of a large model under way while the next is written. The kernel may give less."""
+_TLS_SEND_BYTES = 1 << 20
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4))
 
 
@@ -102,9 +104,8 @@ class LinkSocket:
 
     def recv(self, views: Sequence[memoryview]) -> int:
         """Fill `views`, one after the other. Fewer bytes than they hold: the connection has ended."""
-        total, done = sum(view.nbytes for view in views), 0
-        while done < total:
-            rest = _skip(views, done)
+        done, rest = 0, list(views)
+        while rest:
             try:
                 got = self._recv_tls(rest[0]) if self._tls else self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
             except OSError:
@@ -112,6 +113,7 @@ class LinkSocket:
             if not got:
                 break
             done += got
+            _skip(rest, got)
         return done
 
     def recv_exactly(self, view: memoryview) -> None:
@@ -119,26 +121,25 @@ class LinkSocket:
         if self.recv([view]) < view.nbytes:
             raise LinkFailure(LinkProblem.GONE, "the connection ended")
 
-    def send(self, views: Sequence[bytes | memoryview], *, more: bool = False) -> None:
-        """Send them all. `more`: other bytes follow at once, so a small one may wait for them."""
+    def send(self, views: Sequence[bytes | memoryview], *, more: bool = False, ends_s: float = math.inf) -> None:
+        """Send them all. `more`: other bytes follow at once, so these may wait for them."""
         rest = [memoryview(view) for view in views]
         with _translated():
             if self._tls:
-                self._sock.settimeout(self._send_s or None)
-                for view in rest:
-                    self._sock.sendall(view)
+                self._send_tls(rest, ends_s)
                 return
             flags = socket.MSG_MORE if more else 0
             while rest:
-                rest = _skip(rest, self._sock.sendmsg(rest, [], flags))
+                _skip(rest, self._sock.sendmsg(rest, [], flags))
+                if rest:
+                    _require_time(ends_s)
 
     def send_pages(self, fd: int, offset: int, nbytes: int, *, ends_s: float) -> None:
         """Send bytes of a file in memory. They are read when the network takes them, which may be after this returns."""
         end = offset + nbytes
         with _translated():
             while offset < end:
-                if time.monotonic() > ends_s:
-                    raise LinkFailure(LinkProblem.TIMEOUT, "the peer takes bytes too slowly")
+                _require_time(ends_s)
                 sent = os.sendfile(self._sock.fileno(), fd, offset, end - offset)
                 if not sent:
                     raise LinkFailure(LinkProblem.SHORT, "the arena's file is shorter than the arena")
@@ -170,6 +171,13 @@ class LinkSocket:
     def close(self) -> None:
         """By the thread that reads and writes."""
         self._sock.close()
+
+    def _send_tls(self, views: Sequence[memoryview], ends_s: float) -> None:
+        self._sock.settimeout(self._send_s or None)
+        for view in views:
+            for start in range(0, view.nbytes, _TLS_SEND_BYTES):
+                _require_time(ends_s)
+                self._sock.sendall(view[start : start + _TLS_SEND_BYTES])
 
     def _recv_tls(self, view: memoryview) -> int:
         self._sock.settimeout(self._recv_s or None)  # the kernel's own deadline would only make OpenSSL ask again
@@ -279,14 +287,12 @@ class _translated(contextlib.AbstractContextManager[None]):  # noqa: N801 - read
             raise LinkFailure(LinkProblem.GONE, err.strerror or str(err)) from err
 
 
-def _skip(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `views` after their first `nbytes`."""
-    rest = list(views)
-    while rest and nbytes >= rest[0].nbytes:
-        nbytes -= rest.pop(0).nbytes
+def _skip(views: list[memoryview], nbytes: int) -> None:
+    """Drop their first `nbytes`."""
+    while views and nbytes >= views[0].nbytes:
+        nbytes -= views.pop(0).nbytes
     if nbytes:
-        rest[0] = rest[0][nbytes:]
-    return rest
+        views[0] = views[0][nbytes:]
 
 
 def _say(sock: socket.socket, frame: bytes, ends_s: float) -> None:
@@ -305,6 +311,11 @@ def _hear(sock: socket.socket, nbytes: int, ends_s: float) -> bytes:
             raise LinkFailure(LinkProblem.GONE, "the connection ended in its handshake")
         heard += got
     return heard
+
+
+def _require_time(ends_s: float) -> None:
+    if time.monotonic() > ends_s:
+        raise LinkFailure(LinkProblem.TIMEOUT, "the peer takes bytes too slowly")
 
 
 def _left_s(ends_s: float) -> float:

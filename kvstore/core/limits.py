@@ -163,8 +163,11 @@ MAX_LINK_REQUEST_EXTENTS = 512
 LINK_STREAMS = 4
 """Connections of a TCP link, made when there is enough to read: one cannot fill a fast network."""
 
-LINK_WINDOW_BYTES = 8 << 20
-"""Asked for and not arrived on one of them, but two extents at least: the owner must not wait for the next request."""
+LINK_REQUEST_BYTES = 8 << 20
+"""Asked for in one request, or one block that is larger. Its blocks are told together, so a few milliseconds' worth."""
+
+LINK_WINDOW_REQUESTS = 4
+"""Requests of one connection that are not answered: the owner must not wait for the next one."""
 
 LINK_CONNECT_DEADLINE_S = 1.0
 """Connecting and the handshake of a link, either side."""

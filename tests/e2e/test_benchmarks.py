@@ -18,6 +18,7 @@ from benchmarks import (  # noqa: E402
     hashing,
     index_memory,
     layerwise,
+    link_tcp,
     no_regret,
     nvme,
     nvme_restart,
@@ -41,6 +42,7 @@ TINY = {
     "blocks": (blocks.main, ["--pool-mib", "64", "--batch", "4", "--rounds", "2"], 3),
     "nvme": (nvme.main, ["--pool-mib", "16", "--run-mib", "4", "--rounds", "2"], 22),
     "nvme_restart": (nvme_restart.main, ["--large", "32", "--small", "5000", "--rounds", "2"], 6),
+    "link_tcp": (link_tcp.main, ["--pool-mib", "32", "--batch", "4", "--rounds", "2", "--singles", "3"], 6),
 }
 
 
