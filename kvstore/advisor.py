@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvstore.calibration import CopySpeed, PredictionLog, PrefillEstimator
 from kvstore.core.limits import MAX_MEASURED_ENGINES
 from kvstore.core.plans import FetchPlan, Match, MatchWish
-from kvstore.costs import TierQuote
+from kvstore.costs import TierQuote, block_value
 from kvstore.plan_log import PlanLog, PlanRecord, TierShare
 from kvstore.planner import PlanWish, plan
 
@@ -138,6 +138,17 @@ class Advisor:
             engine.prefill.observe(*sample)
         if copy_nbytes and copy_s > 0:
             engine.copy.observe(copy_nbytes, copy_s)
+
+    def block_value(
+        self, namespace: bytes, position_tokens: int, block_tokens: int, nbytes: int, reuse_probability: float = 1.0
+    ) -> float | None:
+        """What a byte of a block is worth keeping: seconds of prefill that it may be expected to save, by what engines of the
+        namespace were measured to need. For eviction and admission. None: nobody has reported yet."""
+        engine = self._latest.get(namespace)
+        prefill = None if engine is None else engine.prefill.cost
+        if prefill is None:
+            return None
+        return block_value(prefill, position_tokens, block_tokens, nbytes, reuse_probability)
 
     def records(self, request_id: str, namespaces: Collection[bytes] | None) -> Iterator[PlanRecord]:
         """See PlanLog.newest."""

@@ -106,7 +106,7 @@ class Dispatcher:
         self._on_leases_changed = on_leases_changed
         self._mover = mover or NoMover()
         self._cluster = cluster or NoCluster()
-        self._advisor = Advisor()
+        self.advisor = Advisor()
         self._started_s = clock.now_s()
         self.counters: Counter[str] = Counter()
         self._routes = {
@@ -256,7 +256,7 @@ class Dispatcher:
             num_sessions=len(self._sessions),
             num_leases=stats.num_leases,
             counters={**stats.counters, **self._mover.counters(), **self.counters},
-            seconds=self._advisor.seconds,
+            seconds=self.advisor.seconds,
         )
 
     # --- verbs --------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class Dispatcher:
         reply: pb.MatchReply,
     ) -> None:
         spec = self._store.spec(namespace)
-        plan_id, plan = self._advisor.plan(
+        plan_id, plan = self.advisor.plan(
             session.holder.instance,
             namespace,
             spec.block_tokens,
@@ -317,7 +317,7 @@ class Dispatcher:
         )
         self._on_leases_changed()
         if request.plan_id:
-            self._advisor.granted(request.plan_id, session.holder.instance, grant.lease_id)
+            self.advisor.granted(request.plan_id, session.holder.instance, grant.lease_id)
         return pb.AcquireReply(
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
@@ -337,7 +337,7 @@ class Dispatcher:
     def _release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         check_enum("outcome", request.outcome, _OUTCOMES)
         check_duration("seconds", request.seconds)
-        self._advisor.released(
+        self.advisor.released(
             request.lease_id, outcome_name(request.outcome, request.num_loaded), request.num_loaded, request.seconds
         )
         self._store.release(session.holder, request.lease_id, self._clock.now_s())
@@ -428,7 +428,7 @@ class Dispatcher:
     def _report(self, session: Session, request: pb.ReportRequest) -> pb.ReportReply:
         self._keys(session, request.namespace, b"")
         check_duration("copy_s", request.copy_s)
-        self._advisor.report(
+        self.advisor.report(
             session.holder.instance,
             request.namespace,
             read_samples(request.prefill),
@@ -443,7 +443,7 @@ class Dispatcher:
                 "request_id", f"{len(request.request_id.encode())} bytes", f"use at most {MAX_REQUEST_ID_BYTES}"
             )
         last = min(request.last or _DEFAULT_EXPLAINED, MAX_EXPLAINED_PLANS)
-        records = self._advisor.records(request.request_id, None if self._is_operator(session) else session.namespaces)
+        records = self.advisor.records(request.request_id, None if self._is_operator(session) else session.namespaces)
         now_s = self._clock.now_s()
         return pb.ExplainReply(
             plans=[record_reply(record, now_s) for record in islice(records, last)], boot_id=self._boot_id

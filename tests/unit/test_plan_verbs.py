@@ -200,6 +200,16 @@ def test_a_new_engine_begins_with_what_another_of_its_kind_measured(house: House
     assert house.call(Verb.MATCH, request, other).plan.num_blocks == 0
 
 
+def test_a_block_is_worth_what_its_prefill_was_measured_to_cost(house: House) -> None:
+    advisor = house.dispatcher.advisor
+    assert advisor.block_value(house.small.namespace, 0, 16, PAGE) is None
+    house.report([(64.0, 64.0 * n, 0.01 + 64.0 * 0.001 + 64.0 * n * 1e-6) for n in range(1, 3000, 100)])
+    first, late = (advisor.block_value(house.small.namespace, position, 16, PAGE) for position in (0, 100_000))
+    assert first == pytest.approx(16 * 0.001 / PAGE, rel=0.3)
+    assert late == pytest.approx(16 * (0.001 + 0.1) / PAGE, rel=0.3)
+    assert advisor.block_value(house.small.namespace, 0, 16, PAGE, 0.5) == first / 2
+
+
 def test_plans_are_explained_to_their_namespace_and_to_trusted_tools_only(house: House) -> None:
     house.match()
     stranger = house.session(b"a stranger......", pb.BOTH)
