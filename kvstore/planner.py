@@ -34,13 +34,10 @@ LATE = 2.0
 LATE_RECOMPUTE_SHARE = 0.25
 """... or else so much longer, as a share of what computing all of it takes: more was not to be lost by trying."""
 
-BOTH_ENDS_SLACK = 0.9
-"""From both ends a wrong estimate costs little, by a cut it may cost all: a cut must promise to be a tenth better. It is where
-the front lies in RAM and the back on a slow drive: there the front should be fetched first."""
-
-BOTH_ENDS_GAIN_CHUNKS = 0.25
-"""The front computes whole chunks, and may begin one just before the back gets there: less than so much of a chunk is not to
-be gained from both ends. It is where a load takes little longer than a chunk, on a tier that is fast once it has begun."""
+BOTH_ENDS_GAIN_CHUNKS, BOTH_ENDS_GAIN = 0.25, 0.1
+"""Both ends must promise so much of a chunk's time, or so much of the best cut's: the front computes whole chunks, and may begin
+one just before the back gets there. A cut is better where a load takes little longer than a chunk, and where the front lies
+in RAM and the back on a slow drive: there the front should be fetched first."""
 
 UNKNOWN_DEADLINE_S = 1.0
 """A fetch may take so long, at least, while it is not known what computing instead would take."""
@@ -174,9 +171,7 @@ class _Meeting(NamedTuple):
 
     def is_worth_it(self, cut_cost_s: float, chunk_s: float) -> bool:
         """Against the best cut."""
-        if self.cost_s > cut_cost_s:
-            return self.cost_s * BOTH_ENDS_SLACK <= cut_cost_s
-        return cut_cost_s - self.cost_s >= chunk_s * BOTH_ENDS_GAIN_CHUNKS
+        return cut_cost_s - self.cost_s >= min(BOTH_ENDS_GAIN_CHUNKS * chunk_s, BOTH_ENDS_GAIN * cut_cost_s)
 
 
 def _meet(fetch: _Fetch, work: _Work) -> _Meeting | None:
