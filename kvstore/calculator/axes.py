@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _TICKS = 6  # about so many
+_ROOM = 1.05  # between a line and the frame
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -51,7 +52,7 @@ def axis_over(values: Iterable[float], *, log: bool) -> Axis | None:
         return None
     low, high = min(shown), max(shown)
     if log:
-        return Axis(_round_down(low), _round_up(high if high > low else low * 1.001), log=True)
+        return Axis(_round_down(low / _ROOM), _round_up(high * _ROOM), log=True)
     low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
         high = 1.0

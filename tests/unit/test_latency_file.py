@@ -7,9 +7,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from bench_samples import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.bench.measures import summarise
+from kvstore.bench.options import make_arrivals, make_workload
+from kvstore.bench.plan import Plan, Result, SideResult, Target
+from kvstore.bench.report import as_json
+from kvstore.bench.sample import Failure, Usage
 from kvstore.calculator.goodput import goodput
 from kvstore.calculator.latency_file import Request, Requests, read_latencies
 from kvstore.core.errors import ConfigError
@@ -73,6 +79,31 @@ def test_the_json_of_bench_serve_has_its_sides(tmp_path: Path) -> None:
     assert (first.label, first.duration_s, [r.ok for r in first.requests]) == ("A", 4.0, [True, False])
     assert first.requests[0].latencies_s == {"ttft": 0.2, "itl": 0.05, "e2e": 1.0}
     assert goodput(second, {"ttft": 0.2}, 0.9).good_per_s == 0.5
+
+
+def test_a_report_as_bench_serve_writes_it(tmp_path: Path) -> None:
+    """Its goodput and this one agree."""
+    slo = {"ttft": 1.2, "tpot": 0.6}
+    samples = [
+        sample(0, times_s=(1.0, 1.5, 2.0)),
+        sample(1, times_s=(1.5, 1.6, 2.0)),
+        sample(2, times_s=(), failure=Failure("refused", "429", 1.0)),
+        sample(3, times_s=(1.0,), usage=Usage(10, 1)),
+    ]
+    workload = make_workload("random", 0, {"requests": 4})
+    target = Target("A", "http://127.0.0.1:1", {})
+    plan = Plan(
+        workload=workload, arrivals=make_arrivals("closed", workload, {}), targets=(target,), api="chat", slo=slo
+    )
+    summary = summarise(samples, 4.0, slo)
+    side = SideResult(target, "model", "", samples, 4.0, summary, None)
+    report = as_json(Result(plan, [side], None))
+
+    (found,) = read_latencies(_file(tmp_path, "run.json", json.dumps(report)))
+
+    good = goodput(found, slo, 0.9)
+    assert (good.requests, good.succeeded, good.good) == (4, 3, 2)
+    assert (good.good, good.good_per_s) == (summary.good, summary.goodput_per_s)
 
 
 def test_the_json_of_vllm_and_sglang_has_lists(tmp_path: Path) -> None:
