@@ -146,7 +146,9 @@ class TierSpeed:
     def _close_window(self) -> None:
         window = self._window
         self._window = _Window(window.last_s)
-        if window.num_reads and (window.nbytes >= MIN_SAMPLE_BYTES or self._byte_s.value is None):
+        if window.busy_s < _LEAST_BUSY_S:
+            return
+        if window.nbytes >= MIN_SAMPLE_BYTES or (window.nbytes and self._byte_s.value is None):
             self._byte_s.observe(window.busy_s / window.nbytes)
             self._measured_s = window.last_s
 
@@ -177,8 +179,8 @@ class _Window:
     def busy_s(self) -> float:
         """Without the latency; of a window that was shorter than that, a tenth."""
         taken_s = self.last_s - self.since_s
-        return max(taken_s - self.latency_s, taken_s / 10, _LEAST_BUSY_S)
+        return max(taken_s - self.latency_s, taken_s / 10)
 
 
 _LEAST_LATENCY_S = 1e-6
-_LEAST_BUSY_S = 1e-9
+_LEAST_BUSY_S = 1e-5  # below it the clock has not moved, or not by more than it is wrong

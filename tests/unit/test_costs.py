@@ -12,7 +12,9 @@ from worked_examples import (
     H100_USD_PER_S,
     kv_bytes,
     llama_8b_on_h100,
+    model,
     prefill_of,
+    table,
     tiers_of_e3,
 )
 
@@ -102,6 +104,37 @@ def test_e7_storage_intervals_and_the_price_of_prefill():
         for tier, price in given_["prices_usd_per_byte_s"].items():
             interval_s = keep_interval_s(prefill, tokens_bytes, gpus_usd_per_s=usd_per_s, tier_usd_per_byte_s=price)
             assert interval_s == close(expected[f"tau_{label}_{tier}_s"])
+
+
+# A kernel database's times, fitted to the same form.
+
+
+@pytest.mark.parametrize("row", table("prefill_eta"), ids=lambda row: row["setup"])
+def test_the_form_gives_back_the_utilisation_at_8192_tokens(row: dict[str, str]):
+    """MFU is FLOP over time and peak. The table's is of the database, t0 and efficiencies are of a fit: its error is allowed."""
+    shape, num_tokens = model(row["model"]), 8192
+    peak_flops = float(row["peak_TFLOPS_each"]) * 1e12 * int(row["n_gpu"])
+    full, window = float(shape["attn_flops_per_pair_full"]), int(float(shape["sliding_window"] or 0))
+    shape_flops = {
+        "params": float(shape["prefill_params_B"]) * 1e9,
+        "attention_flops_per_pair": full,
+        "window_flops_per_pair": float(shape["attn_flops_per_pair"]) - full,
+        "window_tokens": window,
+    }
+    fitted = PrefillCost.from_flops(
+        **shape_flops,
+        peak_flops=peak_flops,
+        linear_efficiency=float(row["eta_linear"]),
+        attention_efficiency=float(row["eta_attn"]),
+        t0_s=float(row["t0_ms"]) / 1e3,
+    )
+    ideal = PrefillCost.from_flops(
+        **shape_flops, peak_flops=peak_flops, linear_efficiency=1.0, attention_efficiency=1.0
+    )
+
+    utilisation = ideal.prefill_s(num_tokens) / fitted.prefill_s(num_tokens)
+
+    assert utilisation == pytest.approx(float(row["mfu_8192"]), rel=float(row["fit_max_err"]) + 0.01)
 
 
 # What holds for any numbers.

@@ -200,3 +200,31 @@ def test_a_prior_counts_only_until_there_are_samples():
     known = speed.cost
     speed.set_prior(PRIOR)
     assert speed.cost == known
+
+
+def test_a_clock_that_does_not_move_measures_nothing():
+    speed = TierSpeed()
+    speed.ordered(MB, 5.0)
+    speed.ended(MB, 5.0, ok=True)
+    assert speed.cost is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_a_cost_stays_one(seed: int):
+    """Reads of all sizes, ordered, ended well or badly, cancelled, at any times: constants are finite and positive."""
+    rng = random.Random(seed)
+    speed, outstanding, now_s = TierSpeed(rng.choice([None, PRIOR])), [], 0.0
+    for _ in range(3000):
+        now_s += rng.choice([0.0, 0.0, 1e-9, 10 ** rng.uniform(-6, 1)])
+        if not outstanding or rng.random() < 0.5:
+            outstanding.append(rng.choice([1, 4096, MB, 1 << 30]))
+            speed.ordered(outstanding[-1], now_s)
+        elif rng.random() < 0.2:
+            speed.cancelled(outstanding.pop(), now_s)
+        else:
+            speed.ended(outstanding.pop(rng.randrange(len(outstanding))), now_s, ok=rng.random() < 0.9)
+        speed.check()
+        assert speed.queued_bytes == sum(outstanding)
+        if speed.cost is not None:
+            assert 0 <= speed.cost.latency_s < 1e4
+            assert 0 < speed.cost.bytes_per_s < 1e15

@@ -15,10 +15,15 @@ H100_FLOPS = 989e12
 H100_USD_PER_S = 2.95 / 3600
 
 
+def table(name: str) -> list[dict[str, str]]:
+    """A table that comes with the package."""
+    text = importlib.resources.files("kvstore.tables").joinpath(f"{name}.csv").read_text()
+    return list(csv.DictReader(text.splitlines()))
+
+
 def model(name: str) -> dict[str, str]:
     """A row of the table of models."""
-    table = importlib.resources.files("kvstore.tables").joinpath("models.csv").read_text()
-    return next(row for row in csv.DictReader(table.splitlines()) if row["name"] == name)
+    return next(row for row in table("models") if row["name"] == name)
 
 
 def kv_bytes(name: str) -> float:
