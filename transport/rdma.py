@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Self
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvstore.core.errors import RemoteProtocolError
 from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.transport.link import LinkHealth, LinkProblem, LinkStats, OnDone, ReadExtent
 from kvstore.transport.nixl import Agent, TransferFailed
-from kvstore.transport.rdma_reads import MAX_GROUP_EXTENTS, SCRATCH_WORDS, Group, Phase
+from kvstore.transport.rdma_reads import MAX_GROUP_EXTENTS, SCRATCH_WORDS, Group
 from kvstore.transport.rdma_remote import BEACON_NBYTES, ArenaPlace, PreparedGrids, Remote
 from kvstore.transport.read_queue import Pending, ReadQueue, is_right
 
@@ -30,15 +31,18 @@ MAX_GROUPS_PER_LINK = 2
 MAX_GROUPS = 64
 """In flight at once, all links together."""
 
-GROUP_S = 0.004
+GROUP_S = 0.008
 """A group has as many bytes as take so long at the bandwidth that was seen: on one host the thread itself copies them, and comes
-to deadlines and other peers in between; three rounds of some 0.1 ms are little beside it."""
+to deadlines and other peers in between; three rounds of some 0.05 ms are little beside it."""
 
-GROUP_NBYTES = (4 << 20, 64 << 20)
+GROUP_NBYTES = (32 << 20, 64 << 20)
 """But at least and at most so many."""
 
 IDLE_POLL_S = 0.005
 """How often the thread looks whether a peer wants to connect, when it has nothing to do: 0.5 % of a core."""
+
+CHECK_ALONE_NBYTES = 1 << 20
+"""Checksums of so many bytes take 50 us or more: they are made on another thread."""
 
 BUSY_POLL_S = (0.00002, 0.0005)
 """First and longest pause between two looks at transfers under way; doubles in between."""
@@ -65,6 +69,8 @@ class RdmaEndpoint:
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="kvstore-rdma", daemon=True)
+        self._to_check: SimpleQueue[tuple[RdmaLink, Group] | None] = SimpleQueue()  # at most MAX_GROUPS
+        self._checker = threading.Thread(target=self._check, name="kvstore-rdma-check", daemon=True)
 
     @property
     def agent(self) -> Agent:
@@ -87,6 +93,7 @@ class RdmaEndpoint:
             agent.metadata(),
         )
         self._thread.start()
+        self._checker.start()
         return self
 
     def describe(self) -> bytes:
@@ -138,6 +145,19 @@ class RdmaEndpoint:
         arena = self.memory.ctypes.data
         return Group(self.agent, remote, pendings, scratch=scratch, arena=arena, grids=self._grids)
 
+    def conclude(self, link: "RdmaLink", group: Group) -> None:
+        """A group is over. Checksums of large ones are made while the next bytes are copied."""
+        if group.num_bytes_to_check < CHECK_ALONE_NBYTES:
+            link.conclude(group)
+        else:
+            self._to_check.put((link, group))
+
+    def _check(self) -> None:
+        while (work := self._to_check.get()) is not None:
+            link, group = work
+            link.conclude(group)
+            self._wake.set()
+
     def give_up(self, remote: Remote) -> None:
         """A peer that never was reached: stop all that waits for it, forget it, and only then say so."""
         links = [link for link in self._links if link.has_groups]
@@ -155,8 +175,8 @@ class RdmaEndpoint:
             links = self._links
             moves = [link.drive() for link in links]
             self.agent.progress()
-            is_busy = any(link.has_groups for link in links)
-            if self._stopping and not is_busy:
+            is_busy = any(link.is_flying for link in links)
+            if self._stopping and not any(link.has_groups for link in links):
                 break
             if any(moves):
                 pause_s = BUSY_POLL_S[0]
@@ -182,6 +202,7 @@ class RdmaEndpoint:
             remote.unload(self.agent)
 
     def _end(self) -> None:
+        self._to_check.put(None)
         for remote in self._remotes.values():
             remote.unload(self.agent)
         assert self._grids is not None
@@ -199,14 +220,19 @@ class RdmaLink:
         self.remote = remote
         self._reads = ReadQueue(arena_nbytes=endpoint.memory.nbytes)
         self._arena = memoryview(endpoint.memory)  # type: ignore[arg-type] # numpy arrays are buffers
-        self._groups: list[Group] = []  # in flight
+        self._groups: list[Group] = []  # in flight, or over and being checked
         self._bytes_per_s = 1e9
         self._idle = threading.Condition()
 
     @property
     def has_groups(self) -> bool:
-        """Whether anything is in flight."""
+        """Whether anything is in flight or being checked."""
         return bool(self._groups)
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether anything is in flight."""
+        return bool(self._flying())
 
     def read(self, batch: Sequence[ReadExtent], *, lease: bytes, deadline_s: float, on_done: OnDone) -> None:
         """Link.read. The lease is not shown to anybody."""
@@ -246,14 +272,14 @@ class RdmaLink:
     def drive(self) -> bool:
         """Go on with what is in flight, begin what waits; whether anything moved."""
         self._reads.expire()
-        moves = [self._advance(group) for group in tuple(self._groups)]
-        while len(self._groups) < MAX_GROUPS_PER_LINK and self._reads.has_queued and self._begin():
+        moves = [self._advance(group) for group in self._flying()]
+        while len(self._flying()) < MAX_GROUPS_PER_LINK and self._reads.has_queued and self._begin():
             moves.append(True)
         return any(moves)
 
     def give_up(self, remote: Remote) -> list[Pending]:
         """The peer was never reached. What was in flight, whose transfers are stopped and whose groups are over."""
-        stopped = [group for group in self._groups if group.remote is remote and group.abandon()]
+        stopped = [group for group in self._flying() if group.remote is remote and group.abandon()]
         pendings = [pending for group in stopped for pending in group.pendings]
         for group in stopped:
             self._drop(group)
@@ -295,10 +321,10 @@ class RdmaLink:
         return bool(taken)
 
     def _advance(self, group: Group) -> bool:
-        if group not in self._groups:
+        if group.is_over:
             return True  # given up with another one of the same peer
         moved = self._try(group, lambda: group.advance(stops=self._reads.closed))
-        if group.phase is not Phase.OVER:
+        if not group.is_over:
             self._look_at_the_time(group)
         return moved
 
@@ -311,15 +337,22 @@ class RdmaLink:
             group.remote.is_broken = moved = True
             group.fail()
             self._reads.fail(LinkProblem.GONE)
-        if group.ended:
-            ended, group.ended = group.ended, []
-            self._reads.end([(pending, self._verdict(pending, problem)) for pending, problem in ended])
-        if group.phase is Phase.OVER:
-            self._reads.settle([(pending, LinkProblem.TIMEOUT) for pending in group.late])
+        if group.is_over:
             if group.data_bytes_per_s:
                 self._bytes_per_s += (group.data_bytes_per_s - self._bytes_per_s) / 8
-            self._drop(group)
+            self._endpoint.conclude(self, group)
+        elif group.ended:
+            self._reads.end(group.take_ended())
         return moved
+
+    def conclude(self, group: Group) -> None:
+        """Verify what came, and say how all of it ended. Here or on the checking thread, where nothing else is done."""
+        self._reads.end([(pending, self._verdict(pending, problem)) for pending, problem in group.take_ended()])
+        self._reads.settle([(pending, LinkProblem.TIMEOUT) for pending in group.late])
+        self._drop(group)
+
+    def _flying(self) -> list[Group]:
+        return [group for group in self._groups if not group.is_over]
 
     def _verdict(self, pending: Pending, problem: LinkProblem | None) -> LinkProblem | None:
         if problem is None and not is_right(pending.extent, self._arena):

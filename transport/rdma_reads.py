@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.transport.link import LinkProblem
 from kvstore.transport.nixl import Agent, TransferFailed
 from kvstore.transport.rdma_remote import BEACON_NBYTES, PreparedGrids, Remote
@@ -60,7 +61,24 @@ class Group:
         self._grids = grids
         self._transfer: Any = None
         self._data_since_s = 0.0
-        self._wanted: list[Pending] = []  # those whose generations are being read
+        self._scratch_words = scratch.ctypes.data + 8 * np.arange(SCRATCH_WORDS, dtype=np.uint64)  # addresses
+        self._asked: list[Pending] = []  # those whose generations are being read
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is in flight, and nothing will be."""
+        return self.phase is Phase.OVER
+
+    @property
+    def num_bytes_to_check(self) -> int:
+        """Bytes that have come and have a checksum to be held against."""
+        came = [pending.extent for pending, problem in self.ended if problem is None]
+        return sum(extent.nbytes for extent in came if extent.checksum is not None)
+
+    def take_ended(self) -> list[tuple[Pending, LinkProblem | None]]:
+        """What has ended since the last time."""
+        ended, self.ended = self.ended, []
+        return ended
 
     def begin(self) -> bool:
         """Post the first phase. Raises TransferFailed, as `advance` does; then `fail` follows."""
@@ -132,12 +150,13 @@ class Group:
             self._transfer = None
 
     def _ask_generations(self) -> None:
-        """One word for each extent, and the beacon behind them: 33 places of 8 bytes take some 80 us."""
-        self._wanted = list(self.pendings)
-        count = len(self._wanted)
+        """One word for each extent, and the beacon behind them."""
+        self._asked = list(self.pendings)
+        count = len(self._asked)
         local, remote = np.zeros((count + 1, 3), np.uint64), np.zeros((count + 1, 3), np.uint64)
-        local[:, 0] = self.scratch.ctypes.data + 8 * np.arange(count + 1)
-        remote[:count, 0] = [self.remote.generation_at(pending.extent) for pending in self._wanted]
+        local[:, 0] = self._scratch_words[: count + 1]
+        offsets = np.array([pending.extent.remote_offset for pending in self._asked], np.uint64)
+        remote[:count, 0] = self.remote.place.generations_at + offsets // SLOT_ALIGN_BYTES * 8
         remote[count, 0] = self.remote.place.beacon_at
         local[:, 1] = remote[:, 1] = 8
         local[count, 1] = remote[count, 1] = BEACON_NBYTES
@@ -145,24 +164,27 @@ class Group:
 
     def _compare(self) -> None:
         """Hold what came against what it must be."""
-        count = len(self._wanted)
+        count = len(self._asked)
         if self.scratch[count : count + 2].tobytes() != self.remote.place.beacon:
             raise TransferFailed("another process answers in the peer's place, or its arena is closed")
-        found = dict(zip(map(id, self._wanted), self.scratch[:count].tolist(), strict=True))
-        stale = [pending for pending in self.pendings if found[id(pending)] != pending.extent.generation]
-        self.ended += [(pending, LinkProblem.STALE) for pending in stale]
-        self.pendings = [pending for pending in self.pendings if pending not in stale]
+        found = self.scratch[:count].tolist()
+        stale = {
+            id(pending)
+            for pending, generation in zip(self._asked, found, strict=True)
+            if generation != pending.extent.generation
+        }
+        if stale:
+            self.ended += [(pending, LinkProblem.STALE) for pending in self.pendings if id(pending) in stale]
+            self.pendings = [pending for pending in self.pendings if id(pending) not in stale]
 
     def _ask_data(self) -> None:
-        extents = [pending.extent for pending in self.pendings]
-        nbytes = {extent.nbytes for extent in extents}
-        ours = np.array([extent.local_offset for extent in extents], np.int64)
-        theirs = np.array([extent.remote_offset for extent in extents], np.int64)
-        if len(nbytes) == 1 and self._ask_prepared(nbytes.pop(), ours, theirs):
+        columns = np.array([pending.extent[1:4] for pending in self.pendings], np.int64)
+        theirs, ours, nbytes = columns[:, 0], columns[:, 1], columns[:, 2]
+        if (nbytes == nbytes[0]).all() and self._ask_prepared(int(nbytes[0]), ours, theirs):
             return
-        local, remote = np.zeros((len(extents), 3), np.uint64), np.zeros((len(extents), 3), np.uint64)
+        local, remote = np.zeros((len(columns), 3), np.uint64), np.zeros((len(columns), 3), np.uint64)
         local[:, 0], remote[:, 0] = self._arena + ours, self.remote.place.memory_at + theirs
-        local[:, 1] = remote[:, 1] = [extent.nbytes for extent in extents]
+        local[:, 1] = remote[:, 1] = nbytes
         self._transfer = self._agent.read(self.remote.name, local, remote)
 
     def _ask_prepared(self, nbytes: int, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.blocks import slot_nbytes
 from kvstore.core.errors import ConfigError, RemoteProtocolError
-from kvstore.core.limits import MAX_DESCRIPTOR_BYTES, SEGMENT_BYTES, SLOT_ALIGN_BYTES
+from kvstore.core.limits import MAX_DESCRIPTOR_BYTES, SEGMENT_BYTES
 from kvstore.transport.link import ReadExtent
 from kvstore.transport.nixl import Agent, Rows
 
@@ -90,10 +90,12 @@ class Grid:
 
     def indexes(self, offsets: NDArray[np.int64]) -> NDArray[np.int32] | None:
         """Of slots that start at these offsets; None when one of them is no slot's start."""
-        segments, inside = np.divmod(offsets, SEGMENT_BYTES)
-        numbers, rest = np.divmod(inside, self.slot_nbytes)
+        segments = offsets // SEGMENT_BYTES
+        inside = offsets - segments * SEGMENT_BYTES
+        numbers = inside // self.slot_nbytes
         indexes = segments * self.per_segment + numbers
-        if rest.any() or (numbers >= self.per_segment).any() or (indexes >= self.size).any():
+        is_slot = (numbers * self.slot_nbytes == inside) & (numbers < self.per_segment) & (indexes < self.size)
+        if not is_slot.all():
             return None
         return indexes.astype(np.int32)
 
@@ -165,7 +167,3 @@ class Remote:
     def holds(self, extent: ReadExtent) -> bool:
         """Whether it lies in the arena."""
         return extent.remote_offset + extent.nbytes <= self.place.memory_nbytes
-
-    def generation_at(self, extent: ReadExtent) -> int:
-        """Address of the generation of the slot that starts there."""
-        return self.place.generations_at + extent.remote_offset // SLOT_ALIGN_BYTES * 8
