@@ -150,6 +150,7 @@ class LLM:
         self._live: dict[str, _Live] = {}
         self._deltas: list[TokenDelta] = []  # of requests of add_request, for the next step()
         self._arrivals = itertools.count()
+        self._boot_id = b""
         self._closed = False
 
     def generate(
@@ -293,6 +294,7 @@ class LLM:
             num_refused=self._admission.num_refused,
             num_finished={reason: scheduler.num_finished[reason] for reason in FinishReason},
             total=scheduler.total,
+            boot_id=self._boot_id,
         )
 
     def check(self) -> None:
@@ -321,6 +323,7 @@ class LLM:
         """One step; deltas of generate and stream go to their inboxes, the others wait for `step`."""
         num_admitted = self._scheduler.num_admitted
         step = self._scheduler.schedule()
+        self._boot_id = step.meta.boot_id
         waits = (self._scheduler.has_unfinished or self.is_draining) and not self._scheduler.fills_next
         try:
             result = self._runner.execute(step, idle_wait_s=IDLE_WAIT_S if waits else 0.0)

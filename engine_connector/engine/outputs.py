@@ -56,6 +56,7 @@ class EngineStats:
     num_refused: int  # requests turned away with QueueFull
     num_finished: Mapping[FinishReason, int]  # samples
     total: Counts  # over all samples
+    boot_id: bytes  # of the sidecar that answered in the last step; b"" when none did
 
 
 def output_of(sequence: Sequence, index: int) -> RequestOutput:

@@ -57,7 +57,8 @@ class Plan:
 
 @dataclass(slots=True)
 class SideResult:
-    """Of one target. `incident` is None when there was none to come, or the run ended before its time."""
+    """Of one target. `incident` is None when there was none to come, or the run ended before its time. `sidecar` is that of
+    a kvstore engine, "" when it names none."""
 
     target: Target
     model: str
@@ -66,6 +67,7 @@ class SideResult:
     duration_s: float
     summary: Summary
     incident: IncidentOutcome | None
+    sidecar: str = ""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class _Side(contextlib.AbstractAsyncContextManager["_Side"]):
         self._client = HttpClient(target.url, clock, api_key=plan.api_key)
         self._model = ""
         self._cold: Cold | None = None
+        self._sidecar = ""
         self._samples: list[Sample] = []
         self._duration_s = 0.0
         self._incident: IncidentOutcome | None = None
@@ -130,6 +133,9 @@ class _Side(contextlib.AbstractAsyncContextManager["_Side"]):
             owner = next((str(entry.get("owned_by")) for entry in models if entry["id"] == self._model), "")
             self._cold = Cold(_cold_by(self._plan.cold_by, owner), self._plan.nonce)
         await self._warm_up()
+        for entry in await self._client.models(self._plan.connect_deadline_s):
+            if entry["id"] == self._model:
+                self._sidecar = str(entry.get("sidecar") or "")  # known from the first request on
 
     def _choose_model(self, served: list[str]) -> str:
         asked = self._plan.model
@@ -213,6 +219,7 @@ class _Side(contextlib.AbstractAsyncContextManager["_Side"]):
             duration_s=self._duration_s,
             summary=summarise(self._samples, self._duration_s, self._plan.slo),
             incident=self._incident,
+            sidecar=self._sidecar,
         )
 
 

@@ -49,6 +49,19 @@ def find_problems(result: Result) -> list[str]:
     return found
 
 
+def find_warnings(result: Result) -> list[str]:
+    """What may make a comparison say less than it seems to."""
+    if len(result.sides) < 2 or result.plan.cold_by:
+        return []
+    one, other = result.sides
+    if not one.sidecar or one.sidecar != other.sidecar or one.target.url == other.target.url:
+        return []
+    labels = f"{one.target.label} and {other.target.label}"
+    return [
+        f"{labels} use one sidecar: what one has computed the other finds; give each its own, or use --scenario all-cold"
+    ]
+
+
 def as_json(result: Result) -> dict[str, Any]:
     """Everything but the texts; times in seconds."""
     plan = result.plan
@@ -73,6 +86,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "slo_s": plan.slo,
         "sides": [_side_as_json(side) for side in result.sides],
         "comparison": None if result.comparison is None else dataclasses.asdict(result.comparison),
+        "warnings": find_warnings(result),
         "problems": find_problems(result),
     }
 
@@ -221,6 +235,7 @@ def _notes(result: Result) -> Iterator[str]:
             yield f"{label}: every request made cold by {side.cold_by}"
     if len({side.model for side in result.sides}) > 1:
         yield "the servers' model names differ: " + ", ".join(side.model for side in result.sides)
+    yield from find_warnings(result)
     if result.comparison:
         yield _sameness(result)
 

@@ -33,6 +33,7 @@ class OpenAIServer:
     misbehave: Misbehave | None = None
     twist: str = ""
     owned_by: str = "somebody"
+    sidecar: str | None = None
     token_s: float = 0.0
     with_usage: bool = True
     url: str = ""
@@ -42,9 +43,10 @@ class OpenAIServer:
     _seen: set[tuple[str, tuple[Any, ...]]] = field(default_factory=set)
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response(
-            {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": self.owned_by}]}
-        )
+        model = {"id": "tiny", "object": "model", "owned_by": self.owned_by}
+        if self.sidecar is not None:
+            model["sidecar"] = self.sidecar
+        return web.json_response({"object": "list", "data": [model]})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

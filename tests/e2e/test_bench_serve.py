@@ -18,7 +18,7 @@ from openai_server import OpenAIServer, chunk, serving, start_stream
 from kvstore.bench import arrivals
 from kvstore.bench.incident import Incident
 from kvstore.bench.plan import Plan, Result, Target, run_plan
-from kvstore.bench.report import as_json, find_problems
+from kvstore.bench.report import as_json, find_problems, find_warnings
 from kvstore.bench.workload import Lengths, Span, multi_turn, random_prompts, shared_system
 from kvstore.cli.main import main
 from kvstore.core.clock import MonotonicClock
@@ -123,6 +123,25 @@ def test_two_servers_are_asked_the_same_and_their_outputs_are_equal() -> None:
     assert result.sides[0].summary.output_hash == result.sides[1].summary.output_hash
     assert result.comparison.ratios["tpot_s p50"] > 1.5
     assert find_problems(result) == []
+
+
+@pytest.mark.parametrize(
+    ("sidecars", "changes", "warns"),
+    [
+        (("a", "a"), {}, True),
+        (("a", "b"), {}, False),
+        ((None, None), {}, False),
+        (("a", "a"), {"scenario": "all-cold", "cold_by": "prefix", "nonce": "n"}, False),
+    ],
+)
+def test_two_engines_on_one_sidecar_are_warned_about(
+    sidecars: tuple[str | None, str | None], changes: dict[str, Any], warns: bool
+) -> None:
+    with serving(OpenAIServer(sidecar=sidecars[0])) as one, serving(OpenAIServer(sidecar=sidecars[1])) as other:
+        result = run(one, other, **changes)
+
+    assert [warning.split(":")[0] for warning in find_warnings(result)] == ["A and B use one sidecar"] * warns
+    assert as_json(result)["warnings"] == find_warnings(result)
 
 
 def test_rounds_take_turns_and_change_who_is_first() -> None:

@@ -72,7 +72,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 @pytest.fixture(scope="module")
 def consumer(folder: Path, sidecar: SidecarProcess) -> Iterator[ApiServerProcess]:
-    flags = ("--socket", str(sidecar.socket), "--hand-over", "consumer", "--layerwise")
+    flags = ("--socket", str(sidecar.socket), "--hand-over", "consumer", "--layerwise", "--fetch", "always")
     with running_api_server(folder / "tiny.gguf", "consumer", *flags) as process:
         yield process
         process.wait_until_idle()
@@ -213,6 +213,17 @@ def test_a_salt_is_the_same_at_both(proxy: Proxy, alone: LLM) -> None:
 
     assert [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (theirs, ours)] == [0, 30]
     assert theirs["choices"][0]["text"] == ours["choices"][0]["text"] == expect(alone, prompt).text
+
+
+def test_both_say_which_sidecar_they_use(proxy: Proxy, sidecar: SidecarProcess) -> None:
+    proxy.ask("/completions", body_of(prompt_of(12, 30)))
+    with tool(sidecar) as watcher:
+        boot_id = watcher.stats().boot_id.hex()
+
+    for client in (proxy.producer, proxy.consumer):
+        (model,) = client.models.list().data
+        assert model.model_extra is not None
+        assert model.model_extra["sidecar"] == boot_id
 
 
 DECODE, PREFILL = {"do_remote_decode": True}, {"do_remote_prefill": True}

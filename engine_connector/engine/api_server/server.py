@@ -185,7 +185,13 @@ class ApiServer:
             "created": self._started_s,
             "owned_by": "kvstore",
             "max_model_len": self._llm.max_model_len,
+            "sidecar": self._sidecar(),
         }
+
+    def _sidecar(self) -> str | None:
+        """Tells servers apart that share one from those that do not (kvstore bench serve); not known before the first request."""
+        stats = self._engine.stats
+        return stats.boot_id.hex() if stats and stats.boot_id else None
 
     def _check_model(self, name: str) -> None:
         if name != self._config.model_name:
