@@ -292,7 +292,8 @@ class SchedulerSide(Protocol):
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Pages are there: take the lease of `num_external_tokens` tokens, at most what was matched last, and start the
-        load of all of them; 0 means that nothing is loaded.
+        load of all of them; 0 means that nothing is loaded. A sample that forks off a request when its prompt is computed (n > 1)
+        comes with 0 and was never matched: this is how the connector hears of it.
 
         `block_ids` is the request's whole table. With more than 0 tokens the request waits until its id comes back in
         finished_loading; the load rides in the next build_connector_meta. There is no answer, because the engine has
