@@ -47,7 +47,9 @@ HOPELESS = 3.0
 ARMS = ("always", "never", "planned")
 PACES = (3e6, 10e6, 30e6, 100e6, math.inf)
 CHANGES = ((30e6, 3e6), (3e6, 30e6))
-CHANGE_AFTER = 0.1  # of the time that computing takes
+CHANGE_AFTER = (
+    0.3  # of the time that fetching would take as it was, or a tenth of what computing takes if that is sooner
+)
 LEARN_TOKENS = 512  # of the prompt that is fetched to measure a bandwidth
 CHUNK_TOKENS = 256  # of a step: on two cores half a second
 MIDDLE = 3.0  # always and never differ by less: there doing both at once must pay
@@ -149,7 +151,7 @@ class House:
         self.evict(point.context)
         llm.reset_prefix_cache()
         self.pace.set(point.bytes_per_s)
-        change = threading.Timer(CHANGE_AFTER * self.compute_s[point.context], partial(self._change_to, point))
+        change = threading.Timer(self._change_after_s(point), partial(self._change_to, point))
         try:
             began_s = time.perf_counter()
             request_id = llm.add_request(prompt, _ANSWER, options=_READ_ONLY)
@@ -185,6 +187,10 @@ class House:
                     f"{found.tiers.count(0)} in memory, {found.tiers.count(1)} on the drive"
                 )
             time.sleep(_POLL_S)
+
+    def _change_after_s(self, point: Point) -> float:
+        nbytes = point.context // self._spec.block_tokens * self._spec.block_nbytes
+        return min(CHANGE_AFTER * nbytes / point.bytes_per_s, 0.1 * self.compute_s[point.context])
 
     def _change_to(self, point: Point) -> None:
         if point.then_bytes_per_s is not None:
@@ -361,18 +367,25 @@ def _in_words(bytes_per_s: float) -> str:
 @click.option("--model", type=click.Path(path_type=Path), default=None)
 @click.option("--folder", type=click.Path(path_type=Path), default=None, help="On the drive to use; here if not given.")
 @click.option("--quick", is_flag=True, help="Two points of short prompts, once each: does it run?")
+@click.option(
+    "--context", "contexts", default=(1000, 4000), show_default=True, multiple=True, help="Tokens of a prompt."
+)
+@click.option("--pace", "paces", default=[pace / 1e6 for pace in PACES], show_default=True, multiple=True, help="MB/s.")
+@click.option("--changes/--no-changes", default=True, show_default=True, help="Also bandwidths that change meanwhile.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--chunk-tokens", default=CHUNK_TOKENS, show_default=True, help="Of an engine's step.")
 @click.option("--arena-mib", default=320, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE.png|html")
 @click.option("--json", "as_json", is_flag=True)
-def main(*, quick: bool, as_json: bool, plot: Path | None, rounds: int, **sizes: Any) -> None:
+def main(*, quick: bool, as_json: bool, plot: Path | None, paces: Sequence[float], changes: bool, **sizes: Any) -> None:
     if plot is not None:
         check_plot(plot)
+    sizes |= {"paces": [pace * 1e6 for pace in paces], "changes": CHANGES if changes else ()}
     if quick:
-        sizes |= {"contexts": (1000,), "paces": (10e6, math.inf), "changes": ((30e6, 3e6),), "change_context": 1000}
+        sizes |= {"contexts": (1000,), "paces": (10e6, math.inf), "changes": CHANGES[:1], "rounds": 1}
+        sizes["change_context"] = 1000
     card = machine_card()
-    show(run(plot=plot, rounds=1 if quick else rounds, **sizes), card, as_json=as_json)
+    show(run(plot=plot, **sizes), card, as_json=as_json)
 
 
 if __name__ == "__main__":
