@@ -22,7 +22,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError, RemoteProtocolError
 from kvstore.core.events import BlockRemoved, BlockStored, Event
 from kvstore.core.loans import FetchDone
-from kvstore.lending import Lender, Loans
+from kvstore.lending import Lender
 from kvstore.mover import Mailbox
 from kvstore.peer_control import Identity, PeerControl
 from kvstore.peer_mover import PeerMover
@@ -30,6 +30,7 @@ from kvstore.store import Store
 from kvstore.tiers.arena import Arena
 from kvstore.transport.block_log import Cursor
 from kvstore.transport.directory import Directory, Holding, LinkDescriptor, Node
+from kvstore.transport.lease_gate import LeaseGate
 from kvstore.transport.link import Endpoint
 from kvstore.transport.static_directory import PeerAnswer, StaticDirectory
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RESYNC_SLICE_BLOCKS = 4096
+_RESYNC_PAUSE_S = 0.002  # others' requests go between, and the directory's thread takes what is queued
 _CLOSE_FRACTION = 0.5
 
 
@@ -61,8 +63,8 @@ class Cluster:
         self.identity = Identity(
             config.node_id or socket.gethostname(), secrets.token_bytes(16), self.secret, _credentials(config)
         )
-        self.loans = Loans(clock)
-        self.lender = Lender(arena.memory, arena.generations, self.loans, clock)
+        self._gate = LeaseGate(clock)
+        self.lender = Lender(arena.memory, arena.generations, self._gate, clock)
         self._endpoints: list[Endpoint] = []
         self._questions: dict[str, PeerControl] = {}  # to peers of a static list; directory threads only
         self._fetched: Mailbox[FetchDone] = Mailbox(loop)
@@ -71,6 +73,8 @@ class Cluster:
         self._store: Store | None = None
         self._announcer: Announcer | None = None
         self._resyncing: asyncio.Task[None] | None = None
+        self._resync_again = False
+        self._pump_due = False
 
     @property
     def directory(self) -> Directory:
@@ -98,18 +102,21 @@ class Cluster:
         self._store = store
         self._announcer = Announcer(self.directory, store.holds)
         self._fetched.open(self._take_fetched)
-        self._mover.start()
         self.directory.start()
 
     def on_event(self, event: Event) -> None:
         """What happened to blocks of the store."""
         if self._announcer is not None:
             self._announcer.on_event(event)
+            if not self._pump_due:  # whatever turn of the loop it was, verb or not
+                self._pump_due = True
+                self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
         """Hand out what the store has decided, and tell what has changed. After every verb; cheap when that is nothing."""
         if self._store is None or self._mover is None or self._announcer is None:
             return
+        self._pump_due = False
         orders = self._store.take_fetches()
         if orders.fetches:
             self._mover.submit(orders.fetches)
@@ -120,7 +127,9 @@ class Cluster:
             self.announce_all()
 
     def announce_all(self) -> None:
-        """Tell everything that is held anew, in slices: at the start, and when updates were lost."""
+        """Tell everything that is held anew, in slices: at the start, and when updates were lost. Once more if it is asked for
+        meanwhile: what was held when it began may not be all."""
+        self._resync_again = True
         if self._resyncing is None or self._resyncing.done():
             self._resyncing = self._loop.create_task(self._resync())
 
@@ -160,12 +169,14 @@ class Cluster:
 
     async def _resync(self) -> None:
         assert self._store is not None
-        self.directory.resync()
-        for namespace, keys in self._store.held_blocks():
-            for first in range(0, len(keys), _RESYNC_SLICE_BLOCKS):
-                held = [key for key in keys[first : first + _RESYNC_SLICE_BLOCKS] if self._store.holds(namespace, key)]
-                self.directory.publish(namespace, held)
-                await asyncio.sleep(0)
+        while self._resync_again:
+            self._resync_again = False
+            self.directory.resync()
+            for namespace, keys in self._store.held_blocks():
+                for first in range(0, len(keys), _RESYNC_SLICE_BLOCKS):
+                    some = keys[first : first + _RESYNC_SLICE_BLOCKS]
+                    self.directory.publish(namespace, [key for key in some if self._store.holds(namespace, key)])
+                    await asyncio.sleep(_RESYNC_PAUSE_S)
 
     # --- opening --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +194,7 @@ class Cluster:
         return TcpEndpoint(
             memory=arena.memory,
             generations=arena.generations,
-            gatekeeper=self.loans,
+            gatekeeper=self._gate,
             security=_tcp_security(config, self.secret),
             host=host,
             port=config.link_port,

@@ -225,9 +225,10 @@ class GrpcServer:
     def _call(self, verb: Verb, body: bytes, token: str) -> bytes:
         session = self._session(token)
         request = self._dispatcher.parse(verb, body)
+        reply = self._dispatcher.call(session, verb, request)
         if isinstance(request, pb.ReleaseRequest) and isinstance(self._cluster, Cluster):
-            self._cluster.loans.end(request.lease_id)
-        return self._dispatcher.call(session, verb, request).SerializeToString()
+            self._cluster.lender.end(request.lease_id)
+        return reply.SerializeToString()
 
     def _peer_session(self, token: str) -> Session:
         session = self._session(token)

@@ -49,6 +49,7 @@ class Lease:
     statuses: bytes = b""  # write: one KeyStatus a key
     declined_reason: str = ""
     expired: bool = False
+    lent: bool = False  # read: to another node, which checks what it has read; so its end needs no confirmation
 
     @property
     def held_bytes(self) -> int:

@@ -1,18 +1,17 @@
 """The owner's side of what other nodes read: which slots a loan covers, and how one is made.
 
-    gRPC thread     Lend -> loop: store.acquire -> wait until blocks from drives are there -> checksums -> Loans.add -> reply
-    link threads    Loans.may_read for each request that shows the loan
-    loop            Release, or the end of the lease -> Loans.end
+    gRPC thread     Lend -> loop: store.acquire -> wait until blocks from drives are there -> checksums -> gate.grant -> reply
+    link threads    gate.may_read for each request that shows the loan
+    loop            Release -> Lender.end, and the lease's
 
-A loan is short and bounded: it ends with its lease, with the connection of who borrowed, or by time, and nothing but Lend begins
-or extends one. The slots stay whose they are until nobody can read them any more, as with every lease.
+A loan is short and bounded: Release ends it, or its time, or the session of who borrowed, and nothing but Lend begins or extends
+one. Its lease ends with it, and leaves nothing in limbo: a reader that comes late finds another generation, or wrong checksums.
 """
 
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,59 +23,22 @@ from kvstore.core.clock import Clock
 from kvstore.core.limits import ARRIVAL_POLL_S, SLOT_ALIGN_BYTES
 from kvstore.core.plans import ReadGrant
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.transport.lease_gate import LeaseGate
 from kvstore.transport.link import LEASE_NBYTES
-
-
-class _Loan(NamedTuple):
-    extents: frozenset[Extent]
-    until_s: float
-    lease_id: int
-
-
-class Loans:
-    """What is lent now. Implements transport/link.Gatekeeper; any thread."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._loans: dict[bytes, _Loan] = {}
-        self._by_lease: dict[int, bytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._loans)
-
-    def may_read(self, lease: bytes, extents: Sequence[Extent]) -> bool:
-        """See Gatekeeper."""
-        loan = self._loans.get(lease)
-        return loan is not None and self._clock.now_s() < loan.until_s and loan.extents.issuperset(extents)
-
-    def add(self, lease_id: int, extents: Sequence[Extent], until_s: float) -> bytes:
-        """Lend these slots; the bytes by which a reader shows that he may."""
-        loan = secrets.token_bytes(LEASE_NBYTES)
-        with self._lock:
-            self._loans[loan] = _Loan(frozenset(extents), until_s, lease_id)
-            self._by_lease[lease_id] = loan
-            for old in [key for key, each in self._loans.items() if each.until_s <= self._clock.now_s()]:
-                del self._by_lease[self._loans.pop(old).lease_id]
-        return loan
-
-    def end(self, lease_id: int) -> None:
-        """Its lease was given back. Unknown ones are nothing: most leases are no loans."""
-        if lease_id in self._by_lease:
-            with self._lock:
-                loan = self._by_lease.pop(lease_id, None)
-                if loan is not None:
-                    del self._loans[loan]
 
 
 class Lender:
     """Makes loans out of leases, on the thread of the call that wants one."""
 
-    def __init__(self, memory: NDArray[np.uint8], generations: NDArray[np.uint64], loans: Loans, clock: Clock) -> None:
+    def __init__(
+        self, memory: NDArray[np.uint8], generations: NDArray[np.uint64], gate: LeaseGate, clock: Clock
+    ) -> None:
         self._memory = memory
         self._generations = generations
-        self._loans = loans
+        self._gate = gate
         self._clock = clock
+        self._lock = threading.Lock()
+        self._loans: dict[int, tuple[bytes, float]] = {}  # by lease: what readers show, and its end
 
     def lend(
         self, acquire: Callable[[], ReadGrant], release: Callable[[int], None], first_needed: int, deadline_s: float
@@ -92,7 +54,7 @@ class Lender:
             if grant.lease_id:
                 release(grant.lease_id)
             return pb.LendReply(num_blocks=grant.num_blocks - len(grant.slots.offsets))
-        loan = self._loans.add(grant.lease_id, extents, grant.expires_s)
+        loan = self._begin(grant.lease_id, extents, grant.expires_s)
         count = len(extents)
         return pb.LendReply(
             lease_id=grant.lease_id,
@@ -103,6 +65,21 @@ class Lender:
             checksums=np.array(checksums[:count], "<u8").tobytes(),
             expires_in_s=grant.expires_s - self._clock.now_s(),
         )
+
+    def end(self, lease_id: int) -> None:
+        """Its lease was given back. Unknown ones are nothing: most leases are no loans."""
+        with self._lock:
+            loan, _ = self._loans.pop(lease_id, (b"", 0.0))
+        self._gate.release(loan)
+
+    def _begin(self, lease_id: int, extents: Sequence[Extent], until_s: float) -> bytes:
+        loan = secrets.token_bytes(LEASE_NBYTES)
+        with self._lock:
+            now_s = self._clock.now_s()
+            self._loans = {key: each for key, each in self._loans.items() if each[1] > now_s}
+            self._loans[lease_id] = (loan, until_s)
+        self._gate.grant(loan, extents, until_s)
+        return loan
 
     def _there(self, grant: ReadGrant, until_s: float) -> list[Extent]:
         """The granted slots whose bytes are there, up to the first that does not come in time."""

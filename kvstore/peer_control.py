@@ -2,6 +2,7 @@
 
 import hmac
 import threading
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +19,13 @@ _SESSION_METADATA = "kvstore-session"
 _ERROR_METADATA = "kvstore-error-bin"
 _PROOF_LABEL = b"kvstore/peer/1\0"
 _PROTOCOL_VERSION = 1
+_MAX_TOKEN_BYTES = 256
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # the default, 1 s growing to 120, is longer than a restart takes
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 Reply = TypeVar("Reply", bound=Message)
@@ -68,24 +76,26 @@ class PeerControl:
             self._channel, self._token = None, ""
 
     def _call(self, verb: str, request: Message, reply_class: type[Reply], deadline_s: float) -> Reply:
-        channel, token = self._session(deadline_s)
+        until_s = time.monotonic() + deadline_s
+        channel, token = self._session(until_s)
         try:
-            return self._send(channel, verb, request, reply_class, deadline_s, token)
+            return self._send(channel, verb, request, reply_class, until_s, token)
         except RemoteProtocolError:
             if self._token == token:  # it was restarted, or forgot us: introduce ourselves anew, once
                 self._token = ""
-            channel, token = self._session(deadline_s)
-            return self._send(channel, verb, request, reply_class, deadline_s, token)
+            channel, token = self._session(until_s)
+            return self._send(channel, verb, request, reply_class, until_s, token)
 
-    def _session(self, deadline_s: float) -> tuple[Any, str]:
-        with self._lock:
+    def _session(self, until_s: float) -> tuple[Any, str]:
+        if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise PeerUnavailable(f"{self.address}: another call still waits for its Hello", peer=self.address)
+        try:
             if self._channel is None:
-                options = (("grpc.max_receive_message_length", MAX_FRAME_BYTES),)
                 make = self._identity.credentials
                 self._channel = (
-                    grpc.insecure_channel(self.address, options)
+                    grpc.insecure_channel(self.address, _OPTIONS)
                     if make is None
-                    else grpc.secure_channel(self.address, make(), options)
+                    else grpc.secure_channel(self.address, make(), _OPTIONS)
                 )
             if not self._token:
                 us = self._identity
@@ -96,24 +106,30 @@ class PeerControl:
                     node_id=us.node_id,
                     proof=proof(us.secret, us.node_id, us.instance),
                 )
-                reply = self._send(self._channel, "Hello", hello, pb.HelloReply, deadline_s, "")
-                self._token = reply.session_token.decode("ascii", "replace")
+                reply = self._send(self._channel, "Hello", hello, pb.HelloReply, until_s, "")
+                self._token = _checked(reply.session_token)
             return self._channel, self._token
+        finally:
+            self._lock.release()
 
     def _send(  # noqa: PLR0917 - a private call
-        self, channel: Any, verb: str, request: Message, reply_class: type[Reply], deadline_s: float, token: str
+        self, channel: Any, verb: str, request: Message, reply_class: type[Reply], until_s: float, token: str
     ) -> Reply:
-        call = channel.unary_unary(_SERVICE + verb)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise PeerUnavailable(f"{self.address}: no time left for {verb}", peer=self.address)
         try:
-            body = call(
+            body = channel.unary_unary(_SERVICE + verb)(
                 request.SerializeToString(),
-                timeout=deadline_s,
+                timeout=left_s,
                 metadata=((_SESSION_METADATA, token),) if token else (),
                 wait_for_ready=False,
             )
             return reply_class.FromString(body)
         except grpc.RpcError as err:
-            raise self._error(err, deadline_s) from err
+            raise self._error(err, left_s) from err
+        except ValueError as err:  # what grpcio raises for a channel that was closed meanwhile
+            raise PeerUnavailable(f"{self.address}: {err}", peer=self.address) from err
         except DecodeError as err:
             raise RemoteProtocolError(f"body: no {reply_class.__name__}: {err}", field="body", value=verb) from err
 
@@ -128,3 +144,14 @@ class PeerControl:
         if err.code() in _AWAY:
             return PeerUnavailable(f"{self.address}: {err.details()}", peer=self.address, deadline_s=deadline_s)
         return RemoteProtocolError(f"{self.address}: {err.details()}", field="grpc", value=str(err.code()))
+
+
+def _checked(token: bytes) -> str:
+    """A token that can be sent back as metadata."""
+    if not (0 < len(token) <= _MAX_TOKEN_BYTES and all(0x21 <= byte <= 0x7E for byte in token)):
+        raise RemoteProtocolError(
+            f"session_token: {token[:64]!r} is not right; expected 1 to {_MAX_TOKEN_BYTES} visible ASCII characters",
+            field="session_token",
+            value=token[:64].hex(),
+        )
+    return token.decode("ascii")

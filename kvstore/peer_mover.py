@@ -1,18 +1,18 @@
 """Between the brain and the other nodes: fetches go out to threads that borrow and read, and their ends come back to the loop.
 
-    loop thread                                        a worker thread, one fetch at a time
-    store.take_fetches -> PeerMover.pump -> queue  ->  lend (control call) -> link.read -> all settled: release
+    loop thread                                      a thread of the node's lane, one fetch at a time
+    store.take_fetches -> PeerMover.submit -> lane   ->  lend (control call) -> link.read -> all settled: release
     store.finish_fetches <- Mailbox <--------------------------------------- on_done, on the link's threads
 
-A link that fails is given up for another kind that both nodes speak, within the fetch's deadline; then the fetch fails, and the
-brain asks another holder.
+Each node has a lane of its own, so one that is slow or hangs holds up nobody else's blocks. A link that fails is given up for
+another kind that both nodes speak, within the fetch's deadline; then the fetch fails, and the brain asks another holder.
 """
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,124 +22,268 @@ from kvstore.core.loans import Fetch, FetchDone, LoanProblem
 from kvstore.peer_control import Identity, PeerControl
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.directory import Directory, Node
-from kvstore.transport.link import PEER_AT_FAULT, Endpoint, Link, LinkProblem, ReadDone, ReadExtent
+from kvstore.transport.link import LEASE_NBYTES, PEER_AT_FAULT, Endpoint, Link, ReadDone, ReadExtent
 
 logger = logging.getLogger(__name__)
 
-NUM_WORKERS = 8
-"""Fetches under way at once; each is mostly a wait for an answer."""
+Report = Callable[[Sequence[FetchDone]], None]
 
-_LEND_FRACTION = 0.5  # of a fetch's time, in which the owner answers what it lends
+FETCHES_PER_NODE = 2
+"""Under way at once at one node: one asks while the other reads. The blocks of two fit the queue of a link."""
+
+IDLE_S = 30.0
+"""A node of which nothing was wanted for so long: its threads end and its connections close."""
+
+_LEND_FRACTION = (
+    0.6  # of a fetch's time, in which the owner answers; and of that, in which blocks may come from its drives
+)
 _RELEASE_DEADLINE_S = 1.0
-_STOP_DEADLINE_S = 2.0
+_LINK_GRACE_S = 2.0  # links keep their deadlines; one that has not by then breaks its contract
 
 
-@dataclass(slots=True)
-class _Read:
-    """What a fetch has out on links. `open`: blocks whose end is not told; `unsettled`: told, but their bytes may change yet."""
+class _Job:
+    """A fetch on its way: tells the end of each block once, whatever happens, and a second time when the first was not settled.
 
-    fetch: Fetch
-    open: set[int]
-    unsettled: set[int] = field(default_factory=set)
-    failed: dict[int, LoanProblem] = field(default_factory=dict)  # on this link, and not told yet
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    `open`: blocks whose end is not told. `in_flight`: blocks that a link may write to. `failed`: open, and what ailed them on
+    the last link; held back since another may do better.
+    """
+
+    def __init__(self, fetch: Fetch, report: Report) -> None:
+        self.fetch = fetch
+        self.until_s = time.monotonic() + fetch.deadline_s
+        self.cancelled = False
+        self.open = set(range(len(fetch.arena_offsets)))
+        self.in_flight: set[int] = set()
+        self.failed: dict[int, LoanProblem] = {}
+        self._report = report
+        self._changed = threading.Condition()
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline."""
+        return self.until_s - time.monotonic()
+
+    def begin(self) -> list[int]:
+        """Blocks to be asked of the next link, ascending: those that were asked of none, or that another may have."""
+        with self._changed:
+            wanted = [i for i in sorted(self.open) if self.failed.get(i) in _TRY_ANOTHER or i not in self.failed]
+            for i in wanted:
+                self.failed.pop(i, None)
+            self.in_flight.update(wanted)
+        return wanted
+
+    def on_done(self, done: list[ReadDone]) -> None:
+        """What a link tells, on its threads."""
+        reports: list[FetchDone] = []
+        with self._changed:
+            for each in done:
+                i, problem = each.read_id, None if each.problem is None else LoanProblem(each.problem)
+                assert i in self.in_flight, "a link tells of a block that it was not asked for, or twice"
+                if each.settled:
+                    self.in_flight.discard(i)
+                if i not in self.open:
+                    reports.append(FetchDone(self.fetch.fetch_id, i, problem or LoanProblem.TIMEOUT))
+                elif problem is not None and each.settled:
+                    self.failed[i] = problem
+                else:
+                    self.open.discard(i)
+                    reports.append(FetchDone(self.fetch.fetch_id, i, problem, each.settled))
+            self._tell(reports)
+            self._changed.notify_all()
+
+    def wait(self, deadline_s: float) -> bool:
+        """Until every block has ended on this link; whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self.in_flight & self.open), max(0.0, deadline_s))
+
+    def fail(self, problem: LoanProblem, blocks: Iterable[int] | None = None) -> None:
+        """What is open of `blocks` (None: all) ends, with what a link said of it, or with `problem`."""
+        with self._changed:
+            ended = sorted(self.open if blocks is None else self.open.intersection(blocks))
+            self.open.difference_update(ended)
+            fetch_id, flying, failed = self.fetch.fetch_id, self.in_flight, self.failed
+            self._tell([FetchDone(fetch_id, i, failed.get(i, problem), i not in flying) for i in ended])
+
+    def _tell(self, reports: list[FetchDone]) -> None:
+        """With the lock held, so that a second end of a block does not overtake the first."""
+        if reports:
+            self._report(reports)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A node of which something is wanted: what waits, its threads, its connections. Guarded by the mover's lock."""
+
+    node_id: str
+    changed: threading.Condition
+    waiting: deque[_Job] = field(default_factory=deque)
+    threads: set[threading.Thread] = field(default_factory=set)
+    num_idle: int = 0
+    control: PeerControl | None = None
+    links: dict[str, tuple[int, Link]] = field(default_factory=dict)  # by kind: the node's epoch, and the link
 
 
 class PeerMover:
     """Carries fetches out. `report` may be called on any thread and gets every end of a block. `endpoints` in the order of
     preference; they, the directory and the arena belong to the caller."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        endpoints: Sequence[Endpoint],
-        identity: Identity,
-        report: Callable[[Sequence[FetchDone]], None],
-    ) -> None:
+    def __init__(self, directory: Directory, endpoints: Sequence[Endpoint], identity: Identity, report: Report) -> None:
         self._directory = directory
         self._endpoints = {endpoint.kind: endpoint for endpoint in endpoints}
         self._identity = identity
         self._report = report
-        self._fetches: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()  # bounded by the brain's slots
-        self._cancelled: set[int] = set()
         self._lock = threading.Lock()
-        self._controls: dict[str, PeerControl] = {}  # by address
-        self._links: dict[tuple[str, int, str], Link] = {}  # by node, epoch, kind
+        self._lanes: dict[str, _Lane] = {}
+        self._jobs: dict[int, _Job] = {}  # bounded by the brain's slots
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"kvstore-peer-{i}", daemon=True) for i in range(NUM_WORKERS)
-        ]
-
-    def start(self) -> None:
-        """Begin to work."""
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, fetches: Sequence[Fetch]) -> None:
         """Never blocks."""
         for fetch in fetches:
-            self._fetches.put(fetch)
+            job = _Job(fetch, self._report)
+            with self._lock:
+                problem = LoanProblem.STOPPED if self._stopping else self._queue(job)
+            if problem is not None:
+                job.fail(problem)
 
-    def cancel(self, fetch_ids: Sequence[int]) -> None:
+    def cancel(self, fetch_ids: Collection[int]) -> None:
         """What has not begun to be read need not be. Never blocks."""
-        self._cancelled.update(fetch_ids)
+        for fetch_id in fetch_ids:
+            with self._lock:
+                job = self._jobs.get(fetch_id)
+                if job is None:
+                    continue
+                job.cancelled = True
+                waiting = self._lanes[job.fetch.node_id].waiting
+                if job not in waiting:
+                    continue
+                waiting.remove(job)
+                del self._jobs[fetch_id]
+            job.fail(LoanProblem.CANCELLED)
 
     def links(self) -> Mapping[tuple[str, str], Link]:
         """By node and kind, for metrics."""
         with self._lock:
-            return {(node_id, kind): link for (node_id, _, kind), link in self._links.items()}
+            return {
+                (lane.node_id, kind): link for lane in self._lanes.values() for kind, (_, link) in lane.links.items()
+            }
 
     def stop(self, deadline_s: float) -> None:
         """Fetches that have not begun end with STOPPED; those under way are waited for."""
-        self._stopping = True
-        for _ in self._threads:
-            self._fetches.put(None)
-        until_s = time.monotonic() + deadline_s
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, until_s - time.monotonic()))
         with self._lock:
-            controls, self._controls = list(self._controls.values()), {}
-        for control in controls:
-            control.close()
+            self._stopping = True
+            lanes = list(self._lanes.values())
+            threads = [thread for lane in lanes for thread in lane.threads]
+            for lane in lanes:
+                lane.changed.notify_all()
+        for lane in lanes:
+            self._fail_waiting(lane, LoanProblem.STOPPED)
+        until_s = time.monotonic() + deadline_s
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
 
-    # --- worker threads -------------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Everything that was submitted has ended; for tests, when it should have."""
+        with self._lock:
+            assert not self._jobs
+            assert not any(lane.waiting for lane in self._lanes.values())
 
-    def _work(self) -> None:
-        while (fetch := self._fetches.get()) is not None:
+    # --- lanes ----------------------------------------------------------------------------------------------------------
+
+    def _queue(self, job: _Job) -> LoanProblem | None:
+        """With the lock held. A problem: it was not queued."""
+        node_id = job.fetch.node_id
+        lane = self._lanes.get(node_id)
+        if lane is None:
+            lane = self._lanes[node_id] = _Lane(node_id, threading.Condition(self._lock))
+        if lane.num_idle > len(lane.waiting):
+            lane.changed.notify()
+        elif len(lane.threads) < FETCHES_PER_NODE:
+            thread = threading.Thread(target=self._work, args=(lane,), name=f"kvstore-peer-{node_id}", daemon=True)
             try:
-                self._carry_out(fetch)
-            except Exception:  # outermost frame of a fetch: whatever it was, its blocks must be reported
-                logger.exception("fetch crashed node=%s", fetch.node_id)
-                self._fail(fetch, range(len(fetch.arena_offsets)), LoanProblem.BROKEN)
+                thread.start()
+            except RuntimeError as err:
+                logger.warning("no thread for another fetch node=%s reason=%s", node_id, err)
+                if not lane.threads:
+                    return LoanProblem.OVERLOADED
+            else:
+                lane.threads.add(thread)
+        lane.waiting.append(job)
+        self._jobs[job.fetch.fetch_id] = job
+        return None
 
-    def _carry_out(self, fetch: Fetch) -> None:
-        until_s = time.monotonic() + fetch.deadline_s
-        everything = range(len(fetch.arena_offsets))
-        if self._stopping or fetch.fetch_id in self._cancelled:
-            self._cancelled.discard(fetch.fetch_id)
-            self._fail(fetch, everything, LoanProblem.STOPPED if self._stopping else LoanProblem.CANCELLED)
+    def _work(self, lane: _Lane) -> None:
+        while (job := self._next(lane)) is not None:
+            try:
+                self._carry_out(lane, job)
+            except Exception:  # outermost frame of a fetch: whatever it was, its blocks must be reported
+                logger.exception("fetch crashed node=%s", lane.node_id)
+            job.fail(LoanProblem.BROKEN)
+            with self._lock:
+                self._jobs.pop(job.fetch.fetch_id, None)
+
+    def _next(self, lane: _Lane) -> _Job | None:
+        """What is to be done; None: this thread is to end."""
+        with self._lock:
+            lane.num_idle += 1
+            lane.changed.wait_for(lambda: lane.waiting or self._stopping, IDLE_S)
+            lane.num_idle -= 1
+            if lane.waiting and not self._stopping:
+                return lane.waiting.popleft()
+            lane.threads.discard(threading.current_thread())
+            if lane.threads:
+                return None
+            if not lane.waiting and self._lanes.get(lane.node_id) is lane:
+                del self._lanes[lane.node_id]
+            control, links = lane.control, [link for _, link in lane.links.values()]
+            lane.control, lane.links = None, {}
+        if control is not None:
+            control.close()
+        for link in links:
+            link.close(_LINK_GRACE_S)
+        return None
+
+    def _fail_waiting(self, lane: _Lane, problem: LoanProblem) -> None:
+        with self._lock:
+            jobs = list(lane.waiting)
+            lane.waiting.clear()
+            for job in jobs:
+                del self._jobs[job.fetch.fetch_id]
+        for job in jobs:
+            job.fail(problem)
+
+    # --- a fetch --------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, lane: _Lane, job: _Job) -> None:
+        fetch = job.fetch
+        if job.left_s <= 0:
+            job.fail(LoanProblem.TIMEOUT)
             return
         node = next((node for node in self._directory.nodes() if node.node_id == fetch.node_id), None)
         if node is None:
-            self._fail(fetch, everything, LoanProblem.UNREACHABLE)
+            job.fail(LoanProblem.UNREACHABLE)
             return
-        control = self._control(node.control_address)
-        reply = self._lend(fetch, control)
+        control = self._control(lane, node.control_address)
+        reply = self._lend(job, control)
         if isinstance(reply, LoanProblem):
-            self._fail(fetch, everything, reply)
+            job.fail(reply)
+            if reply is LoanProblem.UNREACHABLE:
+                self._fail_waiting(lane, reply)  # others need not find out one by one
             return
-        num_lent = max(0, min(reply.num_blocks - fetch.first, len(everything)))
-        self._fail(fetch, everything[num_lent:], LoanProblem.ABSENT)
+        num_lent = reply.num_blocks - fetch.first if reply.lease_id else 0
+        job.fail(LoanProblem.ABSENT, range(num_lent, len(fetch.arena_offsets)))
         if not reply.lease_id:
             return
-        settled = self._read(fetch, node, reply, num_lent, until_s)
-        if settled:
+        if job.cancelled:
+            job.fail(LoanProblem.CANCELLED)
+        else:
+            self._read(lane, job, node, reply)
+        if not job.in_flight:
             self._release(control, reply.lease_id)
         # else: something may still be read there; the owner keeps the slots until the loan's time is over
 
-    def _lend(self, fetch: Fetch, control: PeerControl) -> "pb.LendReply | LoanProblem":
-        deadline_s = fetch.deadline_s * _LEND_FRACTION
+    def _lend(self, job: _Job, control: PeerControl) -> "pb.LendReply | LoanProblem":
+        fetch, deadline_s = job.fetch, job.left_s * _LEND_FRACTION
         request = pb.LendRequest(
             namespace=fetch.namespace,
             keys=b"".join(fetch.keys),
@@ -157,64 +301,29 @@ class PeerMover:
         except KVStoreError as err:
             logger.warning("peer answered node=%s error=%s", fetch.node_id, err.message)
             return LoanProblem.BROKEN
-        return reply if _is_sound(reply, fetch) else LoanProblem.BROKEN
+        if not _is_sound(reply, fetch):
+            logger.warning("peer answered node=%s error=a loan that makes no sense", fetch.node_id)
+            return LoanProblem.BROKEN
+        return reply
 
-    def _read(self, fetch: Fetch, node: Node, reply: pb.LendReply, num_lent: int, until_s: float) -> bool:
-        """Read what was lent, over one link after the other; whether nothing of it is in flight any more."""
+    def _read(self, lane: _Lane, job: _Job, node: Node, reply: pb.LendReply) -> None:
+        """Read what was lent, over one link after the other."""
+        fetch = job.fetch
         offsets, generations, checksums = (
             np.frombuffer(column, "<u8").tolist() for column in (reply.offsets, reply.generations, reply.checksums)
         )
-        state = _Read(fetch, set(range(num_lent)))
-        for link in self._usable_links(node):
-            left_s = until_s - time.monotonic()
-            if not state.open or left_s <= 0:
+        for link in self._usable_links(lane, node):
+            left_s = job.left_s
+            if left_s <= 0:
                 break
             batch = [
                 ReadExtent(i, offsets[i], fetch.arena_offsets[i], fetch.nbytes, generations[i], checksums[i])
-                for i in sorted(state.open)
+                for i in job.begin()
             ]
-            state.failed.clear()
-            link.read(batch, lease=reply.loan, deadline_s=left_s, on_done=lambda done: self._on_done(state, done))
-            self._await(state, left_s + _STOP_DEADLINE_S)
-            if not any(problem in _TRY_ANOTHER for problem in state.failed.values()):
+            link.read(batch, lease=reply.loan, deadline_s=left_s, on_done=job.on_done)
+            if not job.wait(left_s + _LINK_GRACE_S) or not _TRY_ANOTHER.intersection(job.failed.values()):
                 break
-        with state.changed:
-            left = {i: state.failed.get(i, LoanProblem.UNREACHABLE) for i in state.open}
-            state.open.clear()
-        for problem in set(left.values()):
-            self._fail(fetch, [i for i, each in left.items() if each is problem], problem)
-        return not state.unsettled
-
-    def _on_done(self, state: _Read, done: list[ReadDone]) -> None:
-        """On a link's thread. Failures are held back, since another link may do better, but for what is not settled."""
-        reports: list[FetchDone] = []
-        fetch_id = state.fetch.fetch_id
-        with state.changed:
-            for each in done:
-                i = each.read_id
-                if i in state.unsettled:
-                    state.unsettled.discard(i)
-                    reports.append(FetchDone(fetch_id, i, LoanProblem(each.problem or LinkProblem.TIMEOUT)))
-                elif each.problem is None:
-                    state.open.discard(i)
-                    reports.append(FetchDone(fetch_id, i))
-                elif each.settled:
-                    state.failed[i] = LoanProblem(each.problem)
-                else:
-                    state.open.discard(i)
-                    state.unsettled.add(i)
-                    reports.append(FetchDone(fetch_id, i, LoanProblem(each.problem), settled=False))
-            state.changed.notify_all()
-        if reports:
-            self._report(reports)
-
-    @staticmethod
-    def _await(state: _Read, deadline_s: float) -> None:
-        """Until every block of the batch has ended on this link; links keep their deadlines."""
-        until_s = time.monotonic() + deadline_s
-        with state.changed:
-            while state.open - state.failed.keys() and (left_s := until_s - time.monotonic()) > 0:
-                state.changed.wait(left_s)
+        job.fail(LoanProblem.TIMEOUT if job.left_s <= 0 else LoanProblem.UNREACHABLE)
 
     def _release(self, control: PeerControl, lease_id: int) -> None:
         try:
@@ -222,46 +331,54 @@ class PeerMover:
         except KVStoreError as err:  # it ends by itself
             logger.debug("loan not given back address=%s reason=%s", control.address, err.message)
 
-    def _fail(self, fetch: Fetch, indices: Sequence[int], problem: LoanProblem) -> None:
-        if len(indices):
-            self._report([FetchDone(fetch.fetch_id, i, problem) for i in indices])
-
     # --- connections ----------------------------------------------------------------------------------------------------
 
-    def _control(self, address: str) -> PeerControl:
+    def _control(self, lane: _Lane, address: str) -> PeerControl:
         with self._lock:
-            return self._controls.setdefault(address, PeerControl(address, self._identity))
+            old = lane.control
+            if old is not None and old.address == address:
+                return old
+            control = lane.control = PeerControl(address, self._identity)
+        if old is not None:
+            old.close()
+        return control
 
-    def _usable_links(self, node: Node) -> list[Link]:
+    def _usable_links(self, lane: _Lane, node: Node) -> list[Link]:
         """Links that both speak, ours first in preference, those that fail now last."""
         links = []
         for kind, endpoint in self._endpoints.items():
             payload = next((link.payload for link in node.links if link.kind == kind), None)
-            if payload is not None:
-                links.append(self._link(node, kind, endpoint, payload))
+            if payload is None:
+                continue
+            try:
+                links.append(self._link(lane, node, endpoint, payload))
+            except KVStoreError as err:
+                logger.warning("no link node=%s kind=%s error=%s", node.node_id, kind, err.message)
         return sorted(links, key=lambda link: link.health().state == "failing")
 
-    def _link(self, node: Node, kind: str, endpoint: Endpoint, payload: bytes) -> Link:
-        key = (node.node_id, node.epoch, kind)
+    def _link(self, lane: _Lane, node: Node, endpoint: Endpoint, payload: bytes) -> Link:
         with self._lock:
-            if key not in self._links:
-                for old in [k for k in self._links if k[0] == node.node_id and k[2] == kind]:
-                    self._close_later(self._links.pop(old))
-                self._links[key] = endpoint.connect(node.node_id, payload)
-            return self._links[key]
+            epoch, old = lane.links.get(endpoint.kind, (0, None))
+            if old is not None and epoch == node.epoch:
+                return old
+            link = endpoint.connect(node.node_id, payload)
+            lane.links[endpoint.kind] = (node.epoch, link)
+        if old is not None:
+            _close_later(old)
+        return link
 
-    @staticmethod
-    def _close_later(link: Link) -> None:
-        """Of a node's earlier life. Waiting for it is nobody's job here."""
-        threading.Thread(target=link.close, args=(_STOP_DEADLINE_S,), name="kvstore-link-close", daemon=True).start()
+
+def _close_later(link: Link) -> None:
+    """Of a node's earlier life, which another thread may still wait for. Waiting is nobody's job here."""
+    threading.Thread(target=link.close, args=(_LINK_GRACE_S,), name="kvstore-link-close", daemon=True).start()
 
 
 _TRY_ANOTHER = frozenset(LoanProblem(problem) for problem in PEER_AT_FAULT)
 
 
 def _is_sound(reply: pb.LendReply, fetch: Fetch) -> bool:
-    """Whether the columns are as long as it says."""
+    """Whether it lends blocks that were asked for, and tells as much of each."""
     count = reply.num_blocks - fetch.first if reply.lease_id else 0
-    if reply.lease_id and not 0 < count <= len(fetch.arena_offsets):
+    if reply.lease_id and not (0 < count <= len(fetch.arena_offsets) and len(reply.loan) == LEASE_NBYTES):
         return False
     return all(len(column) == 8 * count for column in (reply.offsets, reply.generations, reply.checksums))

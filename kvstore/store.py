@@ -205,7 +205,8 @@ class Store:
 
         Blocks that lie on a drive only are ordered from there, once, however many ask, the last ones first if `from_back`:
         their slots are granted, and their bytes come later, or not (ReadGrant.ready). Where the arena has no room for them,
-        the run ends. Behind them come blocks that another node has, unless the caller is one (`borrow`).
+        the run ends. Behind them come blocks that another node has, unless the caller is one (not `borrow`): its lease ends
+        by itself.
 
         The same request again (same id, same arguments) renews and answers with the live lease it got. Raises
         ProtocolError when the id was used for another request, LeaseRefused when the instance may not have a lease now.
@@ -235,7 +236,7 @@ class Store:
             self._index.hits[needed] += 1
             self._spill.on_read(needed)
             lease = self._grant(holder, LeaseKind.READ, request_id, request, entry, needed, expiry_s(ttl_s, now_s))
-            lease.first_needed = num_before
+            lease.first_needed, lease.lent = num_before, not borrow
             self._counters["acquired_blocks_total"] += len(needed)
             arriving = needed[self._blocks.table.state[needed] == ARRIVING]
             self._spill.hasten(arriving)
@@ -808,9 +809,13 @@ class Store:
         )
 
     def _expire(self, lease: Lease) -> None:
-        """Rights end now; memory that the holder may still touch stays untouched by others until it confirms."""
-        self._leases.expire(lease)
+        """Rights end now; memory that the holder may still touch stays untouched by others until it confirms. A node only
+        reads, and compares generations and checksums behind it: what was lent needs no confirmation."""
         self._counters["expired_leases_total"] += 1
+        if lease.lent:
+            self._end(lease)
+            return
+        self._leases.expire(lease)
         if lease.kind is LeaseKind.READ:
             self._stop_waiting(lease)
         else:

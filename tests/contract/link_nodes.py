@@ -9,6 +9,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore.core.blocks import Extent
+from kvstore.core.clock import MonotonicClock
 from kvstore.tiers.arena import Arena
 from kvstore.transport.lease_gate import LeaseGate
 from kvstore.transport.link import Endpoint, Link, LinkProblem, ReadDone, ReadExtent
@@ -32,7 +33,7 @@ class Node:
         self.memory = self.arena.memory
         self.memory[:] = rng.integers(0, 256, self.memory.size, np.uint8)
         self.arena.generations[:] = rng.integers(1, 1 << 62, self.arena.generations.size, np.uint64)
-        self.gate = LeaseGate()
+        self.gate = LeaseGate(MonotonicClock())
         self.endpoint = make(self).open()
 
     def generation(self, offset: int) -> int:
@@ -46,7 +47,7 @@ class Node:
     ) -> ReadExtent:
         """What a peer reads of this node, granted to `lease`."""
         extent = Extent(offset, nbytes, self.generation(offset))
-        self.gate.grant(lease, {extent} | self.gate._granted.get(lease, frozenset()))
+        self.gate.grant(lease, [extent])
         checksum = self.checksum(offset, nbytes) if checked else None
         return ReadExtent(read_id, offset, into, nbytes, extent.generation, checksum)
 
