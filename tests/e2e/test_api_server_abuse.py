@@ -39,7 +39,8 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
 @pytest.fixture(scope="module")
 def server(sidecar: SidecarProcess) -> Iterator[ApiServerProcess]:
     model = write_gguf(sidecar.socket.with_name("tiny.gguf"), random_tensors())
-    with running_api_server(model, "abused", "--socket", str(sidecar.socket), "--max-body-bytes", "65536") as process:
+    flags = ("--socket", str(sidecar.socket), "--max-body-bytes", "65536", "--hand-over", "both")
+    with running_api_server(model, "abused", *flags) as process:
         yield process
 
 
@@ -133,6 +134,8 @@ COMPLETION: dict[str, Any] = {
 COMPLETION |= {"stream": False, "stop": ["x"], "logprobs": 1, "kvstore": {"salt": "a", "priority": 1, "ttl_s": 5.0}}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "top_p": 0.5}
 CHAT |= {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
+CHAT |= {"kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, "first_token_ids": [5]}}
+COMPLETION |= {"kv_transfer_params": {"do_remote_prefill": False, "do_remote_decode": True, "remote_host": None}}
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 3, 0.5, -0.0, 1e308, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), 10**40, 10**400),
     *("", "a", "\x00", "é", "\U0001f600", "<|im_end|>", "a" * 3000, " " * 500, "null", "nan", "../..", "%s%n"),

@@ -241,6 +241,13 @@ DECODE, PREFILL = {"do_remote_decode": True}, {"do_remote_prefill": True}
         ("consumer", {"kv_transfer_params": PREFILL | {"spare": 1}}, "spare", "unknown fields"),
         ("consumer", {"kv_transfer_params": PREFILL | {"first_token_ids": ["a"]}}, "first_token_ids[0]", "int"),
         (
+            "producer",
+            {"kv_transfer_params": DECODE | {"first_token_ids": [7]}},
+            "first_token_ids",
+            "needs do_remote_pre",
+        ),
+        ("consumer", {"kv_transfer_params": {"first_token_ids": [7]}}, "first_token_ids", "needs do_remote_prefill"),
+        (
             "consumer",
             {"prompt": [[5], [6]], "kv_transfer_params": PREFILL | {"first_token_ids": [7]}},
             "first_token_ids",

@@ -53,6 +53,8 @@ class HandOvers:
         """`room`: the most tokens of a prompt. Raises Refusal for what this server has no part in, ConfigError for blocks that
         are not its own."""
         given = asked.kv_transfer_params
+        if given is not None and given.first_token_ids and not given.do_remote_prefill:
+            raise _refusal("first_token_ids", "needs do_remote_prefill: true")
         if given is None or not (given.do_remote_decode or given.do_remote_prefill):
             return Part(params)
         if given.do_remote_decode and given.do_remote_prefill:
