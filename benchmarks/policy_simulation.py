@@ -17,9 +17,11 @@ same tier: a request's blocks take the same time in each column. Milliseconds ar
 
 import gzip
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 import click
@@ -294,10 +296,12 @@ def oracle_s(request: Request) -> float:
 
 
 def synthetic_lengths(num_requests: int, *, seed: int = SEED) -> list[int]:
-    """Cached tokens of requests: log-normal, as those of the conversation trace are, in its blocks of 512."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.lognormal(8.67, 1.12, num_requests) / TRACE_BLOCK_TOKENS
-    return [int(blocks) * TRACE_BLOCK_TOKENS for blocks in np.clip(np.round(drawn), 2, 240)]
+    """Cached tokens of requests, in blocks of 512: log-normal, with mean and spread as in the conversation trace. Evenly spaced
+    quantiles in random order, so that a few long ones do not decide the mean."""
+    normal = NormalDist(8.67, 1.12)
+    blocks = [math.exp(normal.inv_cdf((i + 0.5) / num_requests)) / TRACE_BLOCK_TOKENS for i in range(num_requests)]
+    lengths = [min(max(round(each), 2), 240) * TRACE_BLOCK_TOKENS for each in blocks]
+    return [lengths[i] for i in np.random.default_rng(seed).permutation(num_requests)]
 
 
 def trace_lengths(path: Path) -> list[int]:
