@@ -14,6 +14,8 @@ NAMES = (
     "nvme",
     "nvme_restart",
     "link_tcp",
+    "directory_scale",
+    "link_rdma",
     "overhead",
     "index_memory",
     "engine_speed",

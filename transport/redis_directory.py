@@ -48,7 +48,7 @@ MAX_TURN_BYTES = 8 << 20
 LOG_TTL_S = 60.0
 """A log that its node has not touched for so long goes. One that was replaced stays so long for those that are behind."""
 
-INTERVAL_PER_NODE_S = 0.003
+INTERVAL_PER_NODE_S = 0.005
 """A turn in a large cluster is as long as this times its nodes: the server's work grows with their square."""
 
 TTL_TURNS = 4
