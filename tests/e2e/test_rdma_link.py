@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from rdma_owner import PAGE, SLOT, arena_of, running_owner
+from rdma_owner import PAGE, SLOT, OwnerProcess, arena_of, running_owner
 
 from kvstore.transport.link import Link, LinkProblem, ReadDone, ReadExtent
 from kvstore.transport.nixl import is_installed
@@ -20,6 +20,7 @@ pytestmark = [
 NBYTES = 16 << 20
 DEADLINE_S = 20.0
 LEASE = bytes(16)
+STEADY_SEED = 2
 
 
 class Ends:
@@ -45,6 +46,19 @@ def reader() -> Iterator[RdmaEndpoint]:
     endpoint = RdmaEndpoint(memory=np.zeros(NBYTES, np.uint8), generations=np.zeros(NBYTES // PAGE, np.uint64)).open()
     yield endpoint
     assert endpoint.close(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def steady_of_module() -> Iterator[OwnerProcess]:
+    with running_owner(NBYTES, STEADY_SEED) as owner:
+        yield owner
+
+
+@pytest.fixture
+def steady(steady_of_module: OwnerProcess) -> Iterator[OwnerProcess]:
+    """One that outlives the tests, which may stop it. No reader has reached it before."""
+    yield steady_of_module
+    steady_of_module.signal(signal.SIGCONT)
 
 
 def slots(first: int, count: int) -> list[ReadExtent]:
@@ -94,22 +108,21 @@ def test_an_owner_that_is_killed_during_reads_ends_them_all(reader: RdmaEndpoint
                 assert np.array_equal(reader.memory[place], expected[place])
 
 
-def test_a_stopped_owner_is_read_all_the_same(reader: RdmaEndpoint) -> None:
+def test_a_stopped_owner_is_read_all_the_same(reader: RdmaEndpoint, steady: OwnerProcess) -> None:
     """Its processor takes no part. That its process hangs is for the control calls to find out."""
-    with running_owner(NBYTES) as owner:
-        link = reader.connect("owner", owner.descriptor)
-        assert problems(read(link, slots(0, 1)), 1) == {None}
+    link = reader.connect("owner", steady.descriptor)
+    assert problems(read(link, slots(0, 1)), 1) == {None}
 
-        owner.signal(signal.SIGSTOP)
+    steady.signal(signal.SIGSTOP)
 
-        assert problems(read(link, slots(0, 64)), 64) == {None}
+    assert problems(read(link, slots(0, 64)), 64) == {None}
 
 
-def test_an_owner_that_hangs_before_it_was_reached_is_a_timeout(reader: RdmaEndpoint) -> None:
+def test_an_owner_that_hangs_before_it_was_reached_is_a_timeout(reader: RdmaEndpoint, steady: OwnerProcess) -> None:
     """Settled, since nothing was begun; another peer's reads go on meanwhile; when it goes on, so does the link."""
-    with running_owner(NBYTES) as owner, running_owner(NBYTES, 2) as other:
-        owner.signal(signal.SIGSTOP)
-        link, well = reader.connect("owner", owner.descriptor), reader.connect("other", other.descriptor)
+    with running_owner(NBYTES) as other:
+        steady.signal(signal.SIGSTOP)
+        link, well = reader.connect("owner", steady.descriptor), reader.connect("other", other.descriptor)
 
         began_s = time.monotonic()
         ends = read(link, slots(0, 4), deadline_s=0.5)
@@ -118,42 +131,40 @@ def test_an_owner_that_hangs_before_it_was_reached_is_a_timeout(reader: RdmaEndp
 
         assert 0.45 < time.monotonic() - began_s < 2.0
         assert set(done) == {ReadDone(n, LinkProblem.TIMEOUT, settled=True) for n in range(4)}
-        owner.signal(signal.SIGCONT)
+        steady.signal(signal.SIGCONT)
         assert problems(read(link, slots(0, 4)), 4) == {None}
 
 
-def test_a_link_to_a_hung_owner_closes(reader: RdmaEndpoint) -> None:
+def test_a_link_to_a_hung_owner_closes(reader: RdmaEndpoint, steady: OwnerProcess) -> None:
+    steady.signal(signal.SIGSTOP)
+    link = reader.connect("owner", steady.descriptor)
+    ends = read(link, slots(0, 4))
+
+    assert link.close(5.0)
+
+    assert problems(ends, 4) == {LinkProblem.STOPPED}
+
+
+def test_a_closed_owner_is_gone_and_its_successor_another(reader: RdmaEndpoint, steady: OwnerProcess) -> None:
     with running_owner(NBYTES) as owner:
-        owner.signal(signal.SIGSTOP)
-        link = reader.connect("owner", owner.descriptor)
-        ends = read(link, slots(0, 4))
-
-        assert link.close(5.0)
-
-        assert problems(ends, 4) == {LinkProblem.STOPPED}
-
-
-def test_a_closed_owner_is_gone_and_its_successor_another(reader: RdmaEndpoint) -> None:
-    with running_owner(NBYTES) as owner, running_owner(NBYTES, 2) as successor:
         link = reader.connect("owner", owner.descriptor)
         assert problems(read(link, slots(0, 8)), 8) == {None}
 
         owner.close()
 
         assert problems(read(link, slots(0, 8)), 8) == {LinkProblem.GONE}
-        again = reader.connect("owner", successor.descriptor)
-        assert problems(read(again, slots(0, 8)), 8) == {None}
-        assert np.array_equal(reader.memory[: 8 * SLOT], arena_of(NBYTES, 2)[0][: 8 * SLOT])
+    again = reader.connect("owner", steady.descriptor)
+    assert problems(read(again, slots(0, 8)), 8) == {None}
+    assert np.array_equal(reader.memory[: 8 * SLOT], arena_of(NBYTES, STEADY_SEED)[0][: 8 * SLOT])
 
 
-def test_an_idle_endpoint_costs_next_to_nothing(reader: RdmaEndpoint) -> None:
+def test_an_idle_endpoint_costs_next_to_nothing(reader: RdmaEndpoint, steady: OwnerProcess) -> None:
     """The library's own threads would take a third of a core and more."""
-    with running_owner(NBYTES) as owner:
-        link = reader.connect("owner", owner.descriptor)
-        assert problems(read(link, slots(0, 1)), 1) == {None}
+    link = reader.connect("owner", steady.descriptor)
+    assert problems(read(link, slots(0, 1)), 1) == {None}
 
-        used_s = time.process_time()
-        time.sleep(0.5)
-        used_s = time.process_time() - used_s
+    used_s = time.process_time()
+    time.sleep(0.5)
+    used_s = time.process_time() - used_s
 
-        assert used_s < 0.05
+    assert used_s < 0.05

@@ -78,15 +78,15 @@ def attempts(directory: RedisDirectory, count: int) -> None:
 def test_a_killed_server_is_survived_and_filled_again(server: RedisServer, join: Join) -> None:
     """Kill -9 with the loss of everything: the last known is served meanwhile, what changed meanwhile is told afterwards,
     and nobody who had followed reads a base again. Later than its time to live, since nobody could have been heard of."""
-    first, second = join(node("a")), join(node("b"))
+    first, second = join(node("a"), ttl_s=0.5), join(node("b"), ttl_s=0.5)
     first.publish(NAMESPACE, HASHES[:2000])
     knows(second, node("a"), 2000)
 
     server.kill()
-    attempts(second, 4)
+    attempts(second, 3)
     first.withdraw(NAMESPACE, HASHES[1000:2000])
     first.publish(NAMESPACE, HASHES[2000:2500])
-    time.sleep(1.2)  # longer than a time to live
+    time.sleep(0.6)  # longer than a time to live
     during = second.locate(NAMESPACE, HASHES)
     server.start()
 
