@@ -58,9 +58,9 @@ class ReadExtent(NamedTuple):
 
 
 class ReadDone(NamedTuple):
-    """The end of one ReadExtent. Without a problem its bytes are in the local arena: whole, of the generation asked for both
-    before the first and after the last byte was taken, and right by the checksum if there is one. With a problem the local
-    bytes are anything. Not `settled`: the link gave up and cannot recall what is in flight, so the local bytes may still
+    """The end of one ReadExtent. Without a problem its bytes are in the local arena: whole, and right by the checksum, or, if
+    there is none, of the generation asked for both before the first and after the last byte was taken. With a problem the
+    local bytes are anything. Not `settled`: the link gave up and cannot recall what is in flight, so the local bytes may still
     change; a second ReadDone of the same id, and settled, says when no longer."""
 
     read_id: int

@@ -118,6 +118,9 @@ class ReadQueue:
                 self._queue.appendleft(pending._replace(retried=retried or pending.retried))
                 self._queue_nbytes += pending.extent.nbytes
             self.changed.notify()
+            closed = self.closed
+        if closed:
+            self.fail(LinkProblem.STOPPED)
 
     def end(self, ended: Iterable[Ended], *, settled: bool = True) -> None:
         """Extents that the caller took have ended. `settled`: nobody touches their local bytes any more; otherwise `settle`

@@ -83,14 +83,15 @@ class TcpLink:
     def close(self, deadline_s: float) -> bool:
         """Link.close."""
         ends_s = time.monotonic() + deadline_s
+        self._reads.close()
         with self._reads.changed:
             streams = list(self._streams)
             for stream in streams:
                 stream.stop(LinkProblem.STOPPED)
-            self._reads.close()
-        for stream in streams:
+        reading = [stream for stream in streams if stream.connected]  # who still connects will touch no arena
+        for stream in reading:
             stream.join(max(0.0, ends_s - time.monotonic()))
-        gone = not any(stream.is_alive() and stream.connected for stream in streams)  # who connects, touches no arena
+        gone = not any(stream.is_alive() for stream in reading)
         if not gone:
             self._reads.give_up()
         return gone
@@ -267,7 +268,7 @@ class _Stream(threading.Thread):
         """It is all that is in flight, and was not sent."""
         with self._reads.changed:
             self._in_flight.clear()
-            self._reads.put_back(request.pendings, retried=False)
+        self._reads.put_back(request.pendings, retried=False)
 
     def _send(self, sock: LinkSocket, request: _Request) -> None:
         extents = [pending.extent for pending in request.pendings]

@@ -220,7 +220,7 @@ def accept(
             tune(sock)
             sock.settimeout(LINK_CONNECT_DEADLINE_S)
             if context is not None:
-                sock = context.wrap_socket(sock, server_side=True)
+                sock = _secured(sock, context, ends_s)
         _shake_as_owner(sock, endpoint_id, security.secret, problem, ends_s)
         with _translated():
             sock.settimeout(None)
@@ -293,6 +293,22 @@ def _skip(views: list[memoryview], nbytes: int) -> None:
         nbytes -= views.pop(0).nbytes
     if nbytes:
         views[0] = views[0][nbytes:]
+
+
+def _secured(sock: socket.socket, context: ssl.SSLContext, ends_s: float) -> ssl.SSLSocket:
+    """As the owner. A reader that is turned away has said Hello already; closing before that is read would take back the
+    alert that tells it why."""
+    secured = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    try:
+        secured.do_handshake()
+    except OSError:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(secured, socket.SHUT_WR)
+            while socket.socket.recv(secured, 4096) and time.monotonic() < ends_s:
+                pass
+        secured.close()
+        raise
+    return secured
 
 
 def _say(sock: socket.socket, frame: bytes, ends_s: float) -> None:

@@ -1,8 +1,11 @@
 """The TCP link against peers that hang, lie, break off or have no business here. What every link does is a contract's matter."""
 
 import contextlib
+import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,9 +32,10 @@ from link_nodes import (
 from kvstore.core.errors import ConfigError, PeerUnavailable, RemoteProtocolError
 from kvstore.transport import link_frames as frames
 from kvstore.transport import tcp_owner, tcp_socket
-from kvstore.transport.link import Link, LinkProblem
+from kvstore.transport.link import Link, LinkProblem, ReadExtent
 from kvstore.transport.tcp import TcpEndpoint, TcpSecurity
 
+CONTRACT = Path(__file__).parent.parent / "contract"
 SECURITY = TcpSecurity(secret=SECRET)
 ENDPOINT_ID = bytes(range(16))
 SHORT_S = 0.15  # a deadline that is meant to pass
@@ -150,7 +154,7 @@ def timed(at_most_s: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("script", [hang, hang_after_the_handshake])
 def test_a_peer_that_hangs_costs_the_deadline_and_no_more(owner: Node, reader: Node, script: Script) -> None:
-    with linked(reader, script) as (link, _), timed(SHORT_S + 0.5):
+    with linked(reader, script) as (link, _), timed(SHORT_S + 1.0):
         problems = read_all(link, owner.slots(64), deadline_s=SHORT_S)
 
         assert problems == dict.fromkeys(range(64), LinkProblem.TIMEOUT)
@@ -162,7 +166,7 @@ def test_a_link_to_a_peer_that_hangs_can_be_closed(owner: Node, reader: Node, sc
         ends = read(link, owner.slots(8))
 
         with timed(0.5):
-            assert link.close(DEADLINE_S if script is hang_after_the_handshake else SHORT_S)
+            assert link.close(DEADLINE_S)
 
         assert ends.wait(8) == dict.fromkeys(range(8), LinkProblem.STOPPED)
 
@@ -448,9 +452,65 @@ def test_what_the_machine_has_not_is_said(owner: Node, tmp_path: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def owner_process() -> Iterator[tuple[subprocess.Popen[str], bytes]]:
+    """An owner in a process of its own, and its descriptor."""
+    command = [sys.executable, str(CONTRACT / "tcp_owner_process.py")]
+    environment = os.environ | {"PYTHONPATH": str(CONTRACT.parent.parent)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, bytes.fromhex(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def wait_for_some(ends: Ends) -> None:
+    with ends._changed:
+        assert ends._changed.wait_for(lambda: ends.done, DEADLINE_S)
+
+
+@pytest.mark.crash
+def test_an_owner_that_is_killed_is_gone_at_once(reader: Node) -> None:
+    """Reads are under way all the time; those that meet the kill end with GONE long before their deadline, and none is lost."""
+    with owner_process() as (process, descriptor):
+        link = reader.endpoint.connect("owner", descriptor)
+        batch = [ReadExtent(n, n * SLOT, n * SLOT, SLOT, 1) for n in range(64)]
+        reads = [read(link, batch) for _ in range(8)]
+        wait_for_some(reads[0])
+
+        process.kill()
+        with timed(1.0):
+            last = read_all(link, batch)
+
+        assert set(last.values()) == {LinkProblem.GONE}
+        problems = [ends.wait(64) for ends in reads]
+        assert {problem for each in problems for problem in each.values()} <= {None, LinkProblem.GONE}
+        link.check()
+
+
+@pytest.mark.crash
+def test_an_owner_that_is_stopped_is_a_timeout_and_can_go_on(reader: Node) -> None:
+    with owner_process() as (process, descriptor):
+        link = reader.endpoint.connect("owner", descriptor)
+        batch = [ReadExtent(n, n * SLOT, n * SLOT, SLOT, 1) for n in range(64)]
+        assert set(read_all(link, batch).values()) == {None}
+
+        process.send_signal(signal.SIGSTOP)
+        with timed(SHORT_S + 1.0):
+            stopped = read_all(link, batch, deadline_s=SHORT_S)
+        process.send_signal(signal.SIGCONT)
+
+        assert LinkProblem.TIMEOUT in stopped.values()
+        assert set(stopped.values()) <= {None, LinkProblem.TIMEOUT}
+        assert set(read_all(link, batch).values()) == {None}
+
+
 def test_a_read_does_not_wait_for_the_connection(owner: Node, reader: Node) -> None:
     with linked(reader, hang) as (link, _):
         ends = Ends()
-        with timed(0.1):
+        with timed(0.5):
             link.read(owner.slots(4), lease=LEASE, deadline_s=SHORT_S, on_done=ends)
         assert set(ends.wait(4).values()) == {LinkProblem.TIMEOUT}
