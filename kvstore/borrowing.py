@@ -75,6 +75,16 @@ class FetchOrders(NamedTuple):
     cancels: tuple[int, ...]
 
 
+class PeerFigures(NamedTuple):
+    """What asking a node has shown of it, for tools. Named as in PeerStats (kvstore.proto)."""
+
+    state: str
+    fetched_bytes: int
+    queued_bytes: int
+    bytes_per_s: float
+    latency_s: float
+
+
 NO_FETCHES = FetchOrders((), ())
 
 
@@ -86,6 +96,7 @@ class _Node:
     pause_s: float = 0.0  # after the last failure; 0: it is well
     suspect_until_s: float = 0.0
     num_open: int = 0  # fetches
+    fetched_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -143,6 +154,14 @@ class Borrowing:
     def suspects(self, now_s: float) -> list[str]:
         """Peers that are not asked now."""
         return sorted(node_id for node_id, node in self._nodes.items() if node.suspect_until_s > now_s)
+
+    def figures(self, node_id: str, now_s: float) -> PeerFigures:
+        """Of a node, whether it was ever asked or not."""
+        node = self._nodes.get(node_id) or _Node()
+        cost = node.speed.cost
+        assert cost is not None, "it has a prior"
+        state = "suspect" if node.suspect_until_s > now_s else "probing" if node.pause_s else "ready"
+        return PeerFigures(state, node.fetched_bytes, node.speed.queued_bytes, cost.bytes_per_s, cost.latency_s)
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
@@ -217,6 +236,7 @@ class Borrowing:
             node.speed.ended(nbytes, now_s, ok=done.problem is None)
         if done.problem is None:
             node.pause_s = node.suspect_until_s = 0.0
+            node.fetched_bytes += nbytes
             self._arrive(row)
             ended.append(row)
             return

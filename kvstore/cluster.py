@@ -133,6 +133,14 @@ class Cluster:
         if self._resyncing is None or self._resyncing.done():
             self._resyncing = self._loop.create_task(self._resync())
 
+    def nodes(self) -> Sequence[tuple[Node, list[str]]]:
+        """The others, and the kinds of links that we have in common, the preferred one first."""
+        ours = [endpoint.kind for endpoint in self._endpoints]
+        return [
+            (node, [kind for kind in ours if kind in {link.kind for link in node.links}])
+            for node in self.directory.nodes()
+        ]
+
     def locate(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[Holding]:
         """Who else has how much of a prefix, farthest first."""
         return self.directory.locate(namespace, keys)
@@ -240,6 +248,10 @@ class NoCluster:
 
     def announce_all(self) -> None:
         """Nobody to tell."""
+
+    def nodes(self) -> Sequence[tuple[Node, list[str]]]:
+        """Nobody."""
+        return ()
 
     def locate(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[Holding]:  # noqa: ARG002
         """Nobody."""

@@ -246,10 +246,20 @@ class Dispatcher:
             )
             for drive in self._mover.drives()
         ]
+        now_s = self._clock.now_s()
+        peers = [
+            pb.PeerStats(
+                node_id=node.node_id,
+                address=node.control_address,
+                links=kinds,
+                **self._store.peer_figures(node.node_id, now_s)._asdict(),
+            )
+            for node, kinds in self._cluster.nodes()
+        ]
         return pb.StatsReply(
             boot_id=self._boot_id,
             server_version=__version__,
-            uptime_s=self._clock.now_s() - self._started_s,
+            uptime_s=now_s - self._started_s,
             tiers=[pb.TierStats(**tier._asdict(), drives=drives if tier.name == _NVME else ()) for tier in stats.tiers],
             num_blocks=stats.num_blocks,
             num_namespaces=stats.num_namespaces,
@@ -257,6 +267,7 @@ class Dispatcher:
             num_leases=stats.num_leases,
             counters={**stats.counters, **self._mover.counters(), **self.counters},
             seconds=self.advisor.seconds,
+            peers=peers,
         )
 
     # --- verbs --------------------------------------------------------------------------------------------------------

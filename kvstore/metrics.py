@@ -11,16 +11,19 @@ from kvstore.counters import COUNTERS
 from kvstore.proto import kvstore_pb2 as pb
 
 _STATES = ("ready", "writing", "leaving", "limbo", "quarantined", "free")
-_LABELLED = re.compile(r"(calls|errors|failed_reads|failed_writes|nvme_problems)_(\w+)_total")
+_LABELLED = re.compile(r"(calls|errors|failed_reads|failed_writes|failed_fetches|nvme_problems)_(\w+)_total")
 _LABELS = {
     "calls": ("verb", "Requests served or refused."),
     "errors": ("code", "Requests answered with an error."),
     "failed_reads": ("reason", "Blocks that a drive could not give back."),
     "failed_writes": ("reason", "Blocks that a drive did not take."),
+    "failed_fetches": ("reason", "Blocks that did not come from another node."),
     "nvme_problems": ("reason", "Reads, writes and commits that failed on a drive, retries among them."),
 }
 DRIVE_STATES = ("recovering", "ready", "degraded", "off")
 """States of a drive, as they travel."""
+PEER_STATES = ("ready", "suspect", "probing")
+"""States of another node, likewise."""
 
 
 class StatsCollector:
@@ -41,6 +44,7 @@ class StatsCollector:
         yield GaugeMetricFamily("kvstore_leases", "Live leases.", stats.num_leases)
         yield from _tiers(stats)
         yield from _drives(stats)
+        yield from _peers(stats)
         yield from _counters(dict(stats.counters))
         for name, seconds in sorted(stats.seconds.items()):
             yield CounterMetricFamily(f"kvstore_{name}_seconds", SECONDS.get(name, name), seconds)
@@ -79,6 +83,25 @@ def _drives(stats: pb.StatsReply) -> Iterator[Metric]:
             for name in DRIVE_STATES:
                 state.add_metric((tier.name, drive.path, name), drive.state == name)
     yield from (capacity, state)
+
+
+def _peers(stats: pb.StatsReply) -> Iterator[Metric]:
+    state = GaugeMetricFamily(
+        "kvstore_peer_state", "1 for the state another node is in.", labels=("node", "address", "state")
+    )
+    fetched = CounterMetricFamily("kvstore_peer_fetched_bytes", "Bytes fetched from another node.", labels=("node",))
+    gauges = {
+        "queued_bytes": GaugeMetricFamily("kvstore_peer_queued_bytes", "Bytes asked of it, to come.", labels=("node",)),
+        "bytes_per_s": GaugeMetricFamily("kvstore_peer_bytes_per_second", "As it is believed to be.", labels=("node",)),
+        "latency_s": GaugeMetricFamily("kvstore_peer_latency_seconds", "As it is believed to be.", labels=("node",)),
+    }
+    for peer in stats.peers:
+        fetched.add_metric((peer.node_id,), peer.fetched_bytes)
+        for name, gauge in gauges.items():
+            gauge.add_metric((peer.node_id,), getattr(peer, name))
+        for name in PEER_STATES:
+            state.add_metric((peer.node_id, peer.address, name), peer.state == name)
+    yield from (state, fetched, *gauges.values())
 
 
 def _counters(counters: dict[str, int]) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.borrowing import NO_FETCHES, Borrowing, FetchOrders, Locator, Offer
+from kvstore.borrowing import NO_FETCHES, Borrowing, FetchOrders, Locator, Offer, PeerFigures
 from kvstore.core.blocks import NO_SLOTS, Holder, KeyStatus, SlotArrays
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
 from kvstore.core.events import Event
@@ -549,6 +549,11 @@ class Store:
     def suspects(self, now_s: float) -> list[str]:
         """Nodes that failed and are left alone now."""
         return [] if self._borrowing is None else self._borrowing.suspects(now_s)
+
+    def peer_figures(self, node_id: str, now_s: float) -> PeerFigures:
+        """How another node does; of a store that has peers."""
+        assert self._borrowing is not None
+        return self._borrowing.figures(node_id, now_s)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
 def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
-    """Show what a running sidecar holds: bytes by state, blocks, drives, sessions, leases, counters."""
+    """Show what a running sidecar holds: bytes by state, blocks, drives, other nodes, sessions, leases, counters."""
     from kvstore.cli.fields import fields_of
     from kvstore.client import Client
     from kvstore.proto import kvstore_pb2 as pb
@@ -50,6 +50,13 @@ def _print_tables(stats: Any) -> None:
         drives.add_row(drive.path, drive.state, decimal(drive.capacity_bytes), drive.reason)
     if drives.row_count:
         console.print(drives)
+    peers = Table("peer", "address", "state", "links", "fetched", "queued", "bandwidth", "latency")
+    for peer in stats.peers:
+        speed = f"{decimal(int(peer.bytes_per_s))}/s", f"{peer.latency_s * 1e3:.1f} ms"
+        amounts = decimal(peer.fetched_bytes), decimal(peer.queued_bytes)
+        peers.add_row(peer.node_id, peer.address, peer.state, ", ".join(peer.links), *amounts, *speed)
+    if peers.row_count:
+        console.print(peers)
     counters = Table("counter", "since start")
     for name, value in sorted(stats.counters.items()):
         if value:

@@ -566,8 +566,28 @@ class TierStats(_message.Message):
     drives: _containers.RepeatedCompositeFieldContainer[DriveStats]
     def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[DriveStats, _Mapping]]] = ...) -> None: ...
 
+class PeerStats(_message.Message):
+    __slots__ = ("node_id", "address", "state", "links", "fetched_bytes", "queued_bytes", "bytes_per_s", "latency_s")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    address: str
+    state: str
+    links: _containers.RepeatedScalarFieldContainer[str]
+    fetched_bytes: int
+    queued_bytes: int
+    bytes_per_s: float
+    latency_s: float
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., links: _Optional[_Iterable[str]] = ..., fetched_bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
+
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -592,6 +612,7 @@ class StatsReply(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_s: float
@@ -602,7 +623,8 @@ class StatsReply(_message.Message):
     num_leases: int
     counters: _containers.ScalarMap[str, int]
     seconds: _containers.ScalarMap[str, float]
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStats]
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ...) -> None: ...
 
 class ErrorReply(_message.Message):
     __slots__ = ("code", "message", "fields", "retryable", "boot_id")
