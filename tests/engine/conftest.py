@@ -12,6 +12,7 @@ from kvstore.engine_connector.engine.llm import LLM
 from kvstore.models import find_model
 
 sys.path.append(str(Path(__file__).parent.parent.parent))  # for benchmarks/, which is not installed
+sys.path.append(str(Path(__file__).parent.parent / "e2e"))  # for real sidecars
 torch.set_num_threads(1)
 
 
