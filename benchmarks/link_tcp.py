@@ -3,8 +3,7 @@
 Link: batches of blocks through TcpEndpoint.connect().read, with checksums that are verified on arrival (pages go to the
 network by sendfile) and without (they are copied). Raw: sendmsg from the same arena, recv_into the same arena, nothing
 else: no leases, no generations, no checksums; on one connection, and on several with a thread each on both sides. All
-cases read the same blocks to the same places, in turns, over arenas larger than the cache. The goal is judged against
-whichever raw case was fastest.
+cases read the same blocks to the same places, in turns. The goals are judged against whichever raw case was fastest.
 """
 
 import contextlib
@@ -56,14 +55,18 @@ def run(*, pool_mib: int = 512, batch: int = 32, rounds: int = 41, singles: int 
     best = min((name for name in reads if name.startswith("raw")), key=lambda name: batches[name].median_s)
     nbytes = batch * BLOCK_BYTES
     rows = [_row(name, batches, alone, cpu[name], best, nbytes) for name in reads]
-    checked = paired_ratio(batches[best], batches[_CHECKED])
+    goals = [
+        at_least(f"bandwidth of {name}, to that of {best}", paired_ratio(batches[best], batches[name]), GOAL)
+        for name in (_COPIED, _CHECKED)
+    ]
     return Report(
         question=QUESTION,
         command="python -m benchmarks.link_tcp",
         rows=rows,
-        goals=[at_least(f"bandwidth of the link, verified, to that of {best}", checked, GOAL)],
+        goals=goals,
         remarks=[
             f"{batch} blocks of 2 MiB a batch; p50 and p99 are those of a single block, read alone ({singles} times)",
+            "verified: the reader computes each block's checksum, which the raw cases do not; here that is some 0.1 s a GB",
             "processor time is that of both processes; the link's includes a thread that waits for the whole batch",
         ],
     )

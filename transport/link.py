@@ -104,9 +104,10 @@ class Link(Protocol):
 
         Each ends with a ReadDone at most `deadline_s` seconds from now (and the wake of a thread), connecting included,
         whatever the peer does. At most MAX_LINK_EXTENTS may be queued on a link: of a batch that goes beyond, all end with
-        OVERLOADED. After `close` they end with STOPPED. A failed read is not tried again, except on another connection of
-        the same link when one that was idle turns out to have ended. Extents must lie in the local arena (asserted) and
-        must not overlap another read's local bytes.
+        OVERLOADED. After `close` they end with STOPPED. A failed read is not tried again; only what was asked of a
+        connection that had ended while it was idle, or behind an extent whose deadline passed, is asked once more of
+        another connection. Extents must lie in the local arena (asserted) and must not overlap another read's local
+        bytes.
         """
         ...
 

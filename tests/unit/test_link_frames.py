@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.blocks import Extent
@@ -155,6 +155,7 @@ def test_counts_and_sizes_have_limits() -> None:
             frames.decode_extents(frames.encode_request(1, LEASE, [Extent(0, nbytes, 1)], checked=False)[24:])
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_any_bytes_decode_or_are_refused(data: st.DataObject) -> None:
     """Nothing but RemoteProtocolError comes of bytes of the right length, and of a descriptor of any."""
