@@ -316,6 +316,12 @@ class Client:
             self._call(Verb.EXPLAIN, pb.ExplainRequest(request_id=request_id, last=last), pb.ExplainReply).plans
         )
 
+    def locate(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> list[pb.NodeHolding]:
+        """Which nodes hold how much of the prefix `keys`, farthest first: this one, and those that it has heard of. For routers;
+        owns nothing, and asks nobody else."""
+        request = pb.LocateRequest(namespace=namespace, keys=_packed(keys))
+        return list(self._call(Verb.LOCATE, request, pb.LocateReply).holders)
+
     def stats(self) -> pb.StatsReply:
         """Bytes, blocks, sessions, leases and counters."""
         return self._call(Verb.STATS, pb.StatsRequest(), pb.StatsReply)

@@ -33,6 +33,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path of sockaddr_un, less its terminating zer
 _DEFAULT_ARENA_BYTES = 1 << 30
 _SIZE_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
+_EVENTS_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5}|\*)|ipc://\S+")
 _LINKS = ("rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -124,6 +125,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     peer_secret_file: Annotated[
         str, _doc("file with a secret that all nodes share; needed where there is no mutual TLS")
     ] = ""
+    events: Annotated[
+        str, _doc("address to publish KV events at, in vLLM's format, such as tcp://127.0.0.1:5557; empty: no")
+    ] = ""
+    events_replay: Annotated[str, _doc("address at which missed events are asked for; empty: no")] = ""
+    events_topic: Annotated[str, _doc("topic that events are published under")] = ""
     metrics_port: Annotated[int, _doc("port of /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
     log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
@@ -147,6 +153,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         self._check_drives()
         self._check_tcp()
         self._check_peers()
+        self._check_events()
 
     def _check_drives(self) -> None:
         if "" in self.nvme:
@@ -196,6 +203,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise _wrong("peer_secret_file", "", "peers need a shared secret or mutual TLS (grpc_tls_cert, ...)")
         if self.advertise and not _is_address(self.advertise):
             raise _wrong("advertise", self.advertise, "use host:port, such as 10.0.0.1:7077")
+
+    def _check_events(self) -> None:
+        for name in ("events", "events_replay"):
+            address = getattr(self, name)
+            if address and not _EVENTS_ADDRESS.fullmatch(address):
+                raise _wrong(name, address, "use tcp://host:port or ipc:///path, such as tcp://127.0.0.1:5557")
+        if self.events_replay and self.events_replay == self.events and not self.events.endswith(":*"):
+            raise _wrong("events_replay", self.events_replay, "use another address than that of events")
+        if not self.events and (self.events_replay or self.events_topic):
+            raise _wrong("events", "", "events_replay and events_topic are of no use without it")
 
 
 def _is_address(address: str) -> bool:

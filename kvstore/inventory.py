@@ -1,6 +1,6 @@
 """The blocks of one tier: placements, slots and eviction order, changed together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -191,6 +191,11 @@ class Inventory:
             self._offer_row(leaf)
         self._emit_removed(entry, hashes, RemovalReason.DROPPED)
 
+    def held_events(self, first_row: int, num_rows: int) -> list[BlockStored]:
+        """What is READY among these rows, as if it had just become so."""
+        rows = first_row + np.flatnonzero(self.table.state[first_row : first_row + num_rows] == READY)
+        return list(self._stored_events(rows)) if len(rows) else []
+
     def check(self) -> None:
         """I2, I3, and what each part asserts of itself."""
         for part in (self.slots, self.table, self.policy):
@@ -236,18 +241,20 @@ class Inventory:
         return rows[~survives[rows]]
 
     def _emit_stored(self, rows: Rows) -> None:
-        """One event for each run of blocks that follow each other."""
-        if self._on_event is None or not len(rows):
-            return
+        if self._on_event is not None and len(rows):
+            for event in self._stored_events(rows):
+                self._on_event(event)
+
+    def _stored_events(self, rows: Rows) -> Iterator[BlockStored]:
+        """One for each run of blocks that follow each other."""
         index = self.index
-        entry = index.namespace_of(int(rows[0]))
         breaks = np.flatnonzero(index.parent[rows[1:]] != rows[:-1]) + 1
         for run in np.split(rows, breaks):
-            parent = index.parent_at[int(run[0])]
+            parent, entry = index.parent_at[int(run[0])], index.namespace_of(int(run[0]))
             hashes = tuple([index.keys[row] for row in run.tolist()])
             nbytes = len(hashes) * entry.spec.block_nbytes
             parent_hash = b"" if parent == NO_PARENT else index.keys[parent]
-            self._on_event(BlockStored(entry.namespace, self.table.tier, parent_hash, hashes, nbytes))
+            yield BlockStored(entry.namespace, self.table.tier, parent_hash, hashes, nbytes)
 
     def _emit_removed(self, entry: Namespace, hashes: tuple[bytes, ...], reason: RemovalReason) -> None:
         if self._on_event is not None and hashes:

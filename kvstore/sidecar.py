@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from kvstore.core.errors import TierIOError
 from kvstore.core.limits import GRPC_CALL_DEADLINE_S, STOP_DEADLINE_S
 from kvstore.core.moves import DRIVE_SHIFT, Forget, MoveDone
 from kvstore.dispatcher import Dispatcher
+from kvstore.kv_events import KVEvents
 from kvstore.loop_calls import call_on_loop
 from kvstore.mover import Mailbox, Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 BOOT_ID_NBYTES = 16
 _GRPC_GRACE_S = 1.0  # for calls under way at the stop
 _MIN_CLOSE_S = 1.0  # for the drives, whatever the others took of STOP_DEADLINE_S
@@ -93,6 +95,7 @@ class Sidecar:
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         config = self._config
         drives = _Drives(config, arena, loop, self._open_file) if config.nvme else None
+        events = await self._open_events(loop)
         cluster = await self._open_cluster(arena, loop)
         slots = SegmentedSlots(
             arena.nbytes, segment_bytes=arena.segment_bytes, generations=SharedGenerations(arena.generations)
@@ -102,12 +105,15 @@ class Sidecar:
             nvme=drives.slots if drives else None,
             spill=_spill_policy(config),
             limbo_fraction=config.limbo_fraction,
-            on_event=cluster.on_event,
+            on_event=_to_both(cluster.on_event, events.on_event) if events else cluster.on_event,
             directory=cluster.directory if isinstance(cluster, Cluster) else None,
         )
         if isinstance(cluster, Cluster):
             cluster.join(store)
-        mover = drives.mover(store, loop, self._clock, cluster.announce_all) if drives else NoMover()
+        if events:
+            events.join(store)
+        announce = _to_both(cluster.announce_all, events.announce_all) if events else cluster.announce_all
+        mover = drives.mover(store, loop, self._clock, announce) if drives else NoMover()
         sessions = Sessions(store, loop=loop, clock=self._clock, unverified_drain_s=config.unverified_drain_s)
         expiry = _ExpiryTimer(store, loop, self._clock)
         dispatcher = Dispatcher(
@@ -143,6 +149,8 @@ class Sidecar:
             await server.close()
             sessions.close()
             expiry.cancel()
+            if events:
+                await events.close(_MIN_CLOSE_S)
             if isinstance(cluster, Cluster) and not await asyncio.to_thread(cluster.close, _MIN_CLOSE_S):
                 logger.warning("something still reads into the arena over a link; it stays mapped until the end")
             await mover.stop(max(_MIN_CLOSE_S, self._stop_by_s - loop.time()))
@@ -155,6 +163,13 @@ class Sidecar:
         cluster = Cluster(self._config, arena, loop, self._clock)
         await asyncio.to_thread(cluster.open)
         return cluster
+
+    async def _open_events(self, loop: asyncio.AbstractEventLoop) -> KVEvents | None:
+        if not self._config.events:
+            return None
+        events = KVEvents(self._config, loop)
+        await asyncio.to_thread(events.open)
+        return events
 
     async def _start_others(
         self,
@@ -273,6 +288,14 @@ class _Drives:
         for number, nbytes in enumerate(self._tier.drive_nbytes):
             self._each[number].add_segments(nbytes // self._segment_bytes)
             self.slots.set_open(number, is_open=nbytes > 0)
+
+
+def _to_both(one: Callable[P, None], other: Callable[P, None]) -> Callable[P, None]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        one(*args, **kwargs)
+        other(*args, **kwargs)
+
+    return call
 
 
 def _spill_policy(config: Config) -> SpillPolicy:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvstore.borrowing import NO_FETCHES, Borrowing, FetchOrders, Locator, Offer, PeerFigures
 from kvstore.core.blocks import NO_SLOTS, Holder, KeyStatus, SlotArrays
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
-from kvstore.core.events import Event
+from kvstore.core.events import BlockStored, Event
 from kvstore.core.keys import KVSpec, differing_fields
 from kvstore.core.limits import (
     MAX_KEYS_PER_CALL,
@@ -545,6 +545,16 @@ class Store:
     def held_blocks(self) -> list[tuple[bytes, list[bytes]]]:
         """Keys that may be held, by namespace; ask `holds` of each."""
         return [(entry.namespace, list(entry.rows)) for entry in self._index.namespaces if entry.rows]
+
+    @property
+    def num_rows(self) -> int:
+        """For `held_events`."""
+        return self._index.num_rows
+
+    def held_events(self, first_row: int, num_rows: int) -> list[BlockStored]:
+        """What can be found of these rows in each tier: a slice of everything, for those who hear of events late."""
+        tiers = (self._blocks, self._spill.nvme)
+        return [event for tier in tiers for event in tier.held_events(first_row, num_rows)]
 
     def suspects(self, now_s: float) -> list[str]:
         """Nodes that failed and are left alone now."""

@@ -199,6 +199,25 @@ PEER_LEASE_TTL_S = 5.0
 MAX_LOANS_PER_PEER = 64
 """Live loans of one node. More: LeaseRefused."""
 
+# --- events for routers ---------------------------------------------------------------------------------------------
+MAX_QUEUED_EVENT_BLOCKS = 1 << 18
+"""Blocks in events that are not sent yet, some 25 MiB. More: all of them are dropped, and everything held is told anew."""
+
+EVENT_SLICE_ROWS = 4096
+"""Blocks looked at in one turn of the loop while everything is told anew; some 3 ms."""
+
+EVENT_DRAIN_DEADLINE_S = 10.0
+"""For the thread to send what is queued, while everything is told anew. Past it that begins again."""
+
+EVENT_RETELL_S = 10.0
+"""Everything is told anew for a subscriber who asks for what is forgotten, but not more often than this."""
+
+MAX_REPLAY_BATCHES = 10_000
+"""Batches of events kept for replay, as vLLM has it."""
+
+MAX_REPLAY_BYTES = 64 << 20
+"""And at most so many bytes of them. Beyond either the oldest are forgotten."""
+
 # --- client -----------------------------------------------------------------------------------------------------------
 CALL_DEADLINE_S = 0.25
 """A client's call on the engine's path. Past it: PeerUnavailable, the connection is dropped and the breaker opens."""
