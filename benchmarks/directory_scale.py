@@ -8,9 +8,10 @@ power of two with which a node reads no more than BUDGET:
     a node reads                 N * (16 c / S + 40 / turn) bytes a second: updates, and heads of some 40 bytes
     the server sends             N times that
     the server is called         N / turn * (3 + N) times a second: STRLEN, APPEND, the beat, N GETRANGE in one round trip
-    an update is known after     one turn of its node and one of the reader, 1.5 turns on average
+    an update is known after     a turn on average, two at most: half of its node's, half of the reader's
     a node's memory              16 to 32 bytes * N B / S
-    the server's memory          8 to 24 bytes * N B / S
+    the servers of a cluster     share the GETRANGEs; the beats are all on one
+    the servers' memory          8 to 24 bytes * N B / S
     a node that joins reads      8 to 24 bytes * N B / S
 
 The static directory (64 nodes at most) asks each peer four times a second instead: the same bytes, without the server.
@@ -42,7 +43,8 @@ from kvstore.transport.snapshot import Snapshot
 QUESTION = "A directory of 10, 100 and 1,000 nodes"
 NAMESPACE = bytes(16)
 BUDGET_BYTES_PER_S = 500_000
-GOAL_LOOKUP_MS, GOAL_SERVER_CORES = 0.5, 1.0
+GOAL_LOOKUP_MS, GOAL_SERVER_CORES = 0.5, 0.75
+SERVERS = 3
 _HEAD_NBYTES = 40
 _INTERVAL_S = 0.2
 _START_DEADLINE_S = 10.0
@@ -66,11 +68,13 @@ def run(
 ) -> Report:
     rows = [_row(count, blocks, per_s, keys, rounds) for count in nodes]
     last = rows[-1]
-    lookup_ms, cores = last["p50_ms"], last["server_cores"]
+    lookup_ms, cores = last["p50_ms"], last["busiest_of_3_cores"]
     assert not isinstance(lookup_ms, str)
     goals = [at_most(f"look-up of {keys} keys with {nodes[-1]} nodes, p50 in ms", lookup_ms, GOAL_LOOKUP_MS)]
     if not isinstance(cores, str):
-        goals.append(at_most(f"cores of the server's with {nodes[-1]} nodes", cores, GOAL_SERVER_CORES))
+        goals.append(
+            at_most(f"cores of the busiest of {SERVERS} servers with {nodes[-1]} nodes", cores, GOAL_SERVER_CORES)
+        )
     return Report(
         question=QUESTION,
         command="python -m benchmarks.directory_scale",
@@ -99,18 +103,21 @@ def _row(nodes: int, blocks: int, per_s: int, keys: int, rounds: int) -> Row:
     hits, misses = (_lookups(snapshot, keys, rounds, held=held) for held in (True, False))
     node_in = nodes * (2 * per_s * RECORD_NBYTES / step + _HEAD_NBYTES / turn_s)
     cores: Cell = "-"
+    busiest: Cell = "-"
     if costs is not None:
-        cores = nodes / turn_s * (costs.beat_s + (nodes + 2) * costs.getrange_s)
+        beats, reads = nodes / turn_s * costs.beat_s, nodes / turn_s * (nodes + 2) * costs.getrange_s
+        cores, busiest = beats + reads, beats + reads / SERVERS
     return {
         "nodes": nodes,
         "sample_every": step,
         "turn_s": round(turn_s, 3),
-        "known_after_s": round(1.5 * turn_s, 3),
+        "known_after_s": round(turn_s, 3),
         "node_in_kb_per_s": node_in / 1e3,
         "node_out_kb_per_s": 2 * per_s * RECORD_NBYTES / step / 1e3,
         "server_out_mb_per_s": nodes * node_in / 1e6,
         "server_calls_per_s": nodes / turn_s * (3 + nodes),
         "server_cores": cores,
+        "busiest_of_3_cores": busiest,
         "join_mb": nodes * blocks / step * RECORD_NBYTES / 1e6,
         "entries": snapshot.num_entries,
         "table_mb": snapshot.nbytes / 1e6,

@@ -110,8 +110,9 @@ class BlockLog:
         if end > len(self._records):
             grown = np.empty(max(end, 2 * len(self._records)), np.uint64)
             grown[: head.end] = self._records[: head.end]
-            self._records = grown
-        self._records[head.end : end] = records
+            with self._lock:
+                self._records = grown
+        self._records[head.end : end] = records  # beyond what anybody reads
         with self._lock:
             self._head = head._replace(end=end)
 
@@ -152,9 +153,10 @@ class BlockLog:
         return LogChunk(head, at, part[: max_bytes // RECORD_NBYTES].astype("<u8").tobytes())
 
     def num_blocks(self) -> int:
-        """Blocks held, if none was stored or removed twice."""
-        head = self._head
-        updates = self._records[head.base : head.end]
+        """Blocks held, if none was stored or removed twice. Any thread."""
+        with self._lock:
+            head, records = self._head, self._records
+        updates = records[head.base : head.end]
         num_stored = int(np.count_nonzero(updates & _STORED))
         return head.base + 2 * num_stored - len(updates)
 

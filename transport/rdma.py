@@ -6,6 +6,7 @@ thread, so an endpoint has one, which posts the reads of all its links, looks ho
     link.read -> ReadQueue -> | thread: Group: generations, data, generations | -> checksum -> on_done
 """
 
+import logging
 import math
 import secrets
 import threading
@@ -24,6 +25,8 @@ from kvstore.transport.nixl import Agent, TransferFailed
 from kvstore.transport.rdma_reads import MAX_GROUP_EXTENTS, SCRATCH_WORDS, Group
 from kvstore.transport.rdma_remote import BEACON_NBYTES, ArenaPlace, PreparedGrids, Remote
 from kvstore.transport.read_queue import Pending, ReadQueue, is_right
+
+_log = logging.getLogger(__name__)
 
 MAX_GROUPS_PER_LINK = 2
 """One's data is under way while the other's generations are."""
@@ -170,6 +173,17 @@ class RdmaEndpoint:
             link.answer(pendings)
 
     def _work(self) -> None:
+        try:
+            self._carry()
+        except Exception:  # noqa: BLE001 - a bug of ours or of the library; what is in flight must not be waited for
+            _log.exception("rdma: the thread crashed; its links are closed")
+            self._stopping = True
+            for link in self._links:
+                link.crash()
+        else:
+            self._end()
+
+    def _carry(self) -> None:
         pause_s = BUSY_POLL_S[0]
         while True:
             links = self._links
@@ -185,7 +199,6 @@ class RdmaEndpoint:
                 pause_s = min(2 * pause_s, BUSY_POLL_S[1])
             else:
                 self._rest(links)
-        self._end()
 
     def _rest(self, links: "Sequence[RdmaLink]") -> None:
         self._forget_unused()
@@ -295,6 +308,13 @@ class RdmaLink:
             self._reads.end([(pending, LinkProblem.STOPPED) for pending in rest])
         else:
             self._reads.put_back(rest, retried=True)
+
+    def crash(self) -> None:
+        """Nobody looks after what is in flight any more: it never settles, and `close` answers False."""
+        self._reads.close()
+        self._reads.end(
+            [(each, LinkProblem.GONE) for group in self._flying() for each in group.pendings], settled=False
+        )
 
     def _begin(self) -> bool:
         """Take the next extents and post them. False when that has to wait."""

@@ -33,6 +33,7 @@ class StaticNetwork:
 
     def __init__(self) -> None:
         self.directories: dict[str, StaticDirectory] = {}
+        self.dead: list[StaticDirectory] = []
 
     def fetch(self, address: str, cursor: Cursor, max_bytes: int, deadline_s: float) -> PeerAnswer:
         if address not in self.directories:
@@ -49,10 +50,10 @@ class StaticNetwork:
     def die(self, directory: Directory) -> None:
         """As kill -9: it does not say so."""
         (address,) = [name for name, known in self.directories.items() if known is directory]
-        del self.directories[address]
+        self.dead.append(self.directories.pop(address))
 
     def close(self) -> None:
-        for directory in self.directories.values():
+        for directory in (*self.directories.values(), *self.dead):
             directory.close()
 
 

@@ -168,3 +168,24 @@ def test_an_idle_endpoint_costs_next_to_nothing(reader: RdmaEndpoint, steady: Ow
     used_s = time.process_time() - used_s
 
     assert used_s < 0.05
+
+
+def test_a_crash_of_the_thread_leaves_nobody_waiting(
+    reader: RdmaEndpoint, steady: OwnerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the library raises: reads end, later ones too, and close says that it cannot know."""
+    link = reader.connect("owner", steady.descriptor)
+    assert problems(read(link, slots(0, 1)), 1) == {None}
+
+    def crash(transfer: object) -> bool:
+        raise RuntimeError("as told")
+
+    monkeypatch.setattr(reader.agent, "is_done", crash)
+    done = read(link, slots(0, 256)).wait(256)
+
+    assert {each.problem for each in done} <= {LinkProblem.GONE, LinkProblem.STOPPED}
+    assert ReadDone(0, LinkProblem.GONE, settled=False) in done
+    assert problems(read(link, slots(0, 1)), 1) == {LinkProblem.STOPPED}
+    assert not link.close(0.1)
+    assert "as told" in caplog.text
+    link._groups.clear()  # for the fixture: the process that holds the memory ends
