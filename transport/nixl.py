@@ -19,6 +19,9 @@ from kvstore.core.errors import PeerUnavailable, RemoteProtocolError
 Rows = NDArray[np.uint64]
 """[n, 3]: address, bytes, device (0 in host memory); or [n, 5] with stride and count: that many a row."""
 
+Places = list[tuple[int, int, int]]
+"""The same as a list of (address, bytes, device): faster when there are few."""
+
 _MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _ERRORS = (
     "nixlBackendError",
@@ -119,7 +122,7 @@ class Agent:
         except self._errors as err:
             raise TransferFailed(str(err)) from err
 
-    def read(self, name: str, local: Rows, remote: Rows) -> Any:
+    def read(self, name: str, local: Rows | Places, remote: Rows | Places) -> Any:
         """Post a read of any places, pair by pair. As `read_prepared`."""
         try:
             local_descs = self._agent.get_xfer_descs(local, "DRAM")

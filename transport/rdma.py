@@ -22,7 +22,7 @@ from kvstore.core.errors import RemoteProtocolError
 from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.transport.link import LinkHealth, LinkProblem, LinkStats, OnDone, ReadExtent
 from kvstore.transport.nixl import Agent, TransferFailed
-from kvstore.transport.rdma_reads import MAX_GROUP_EXTENTS, SCRATCH_WORDS, Group
+from kvstore.transport.rdma_reads import MAX_GROUP_EXTENTS, SCRATCH_WORDS, Group, Scratch
 from kvstore.transport.rdma_remote import BEACON_NBYTES, ArenaPlace, PreparedGrids, Remote
 from kvstore.transport.read_queue import Pending, ReadQueue, is_right
 
@@ -61,8 +61,9 @@ class RdmaEndpoint:
         self.memory = memory
         self._generations = generations
         self._beacon = np.frombuffer(bytearray(secrets.token_bytes(BEACON_NBYTES)), np.uint64)
+        self._arena_at = memory.ctypes.data
         self._scratch = np.zeros((MAX_GROUPS, SCRATCH_WORDS), np.uint64)
-        self.free_scratch: list[NDArray[np.uint64]] = list(self._scratch)  # the thread's
+        self.free_scratch = [Scratch(words, words.ctypes.data) for words in self._scratch]  # not in use by a group
         self._place: ArenaPlace | None = None
         self._agent: Agent | None = None
         self._grids: PreparedGrids | None = None
@@ -86,7 +87,7 @@ class RdmaEndpoint:
         agent = Agent(f"kvstore-{secrets.token_hex(8)}")
         agent.register([self.memory, self._generations, self._beacon, self._scratch])
         self._agent = agent
-        self._grids = PreparedGrids(agent, "", self.memory.ctypes.data, self.memory.nbytes)
+        self._grids = PreparedGrids(agent, "", self._arena_at, self.memory.nbytes)
         self._place = ArenaPlace(
             self._beacon.tobytes(),
             self._beacon.ctypes.data,
@@ -145,8 +146,7 @@ class RdmaEndpoint:
         """A group of extents; its scratch comes back to `free_scratch` when it is over."""
         assert self._grids is not None
         scratch = self.free_scratch.pop()
-        arena = self.memory.ctypes.data
-        return Group(self.agent, remote, pendings, scratch=scratch, arena=arena, grids=self._grids)
+        return Group(self.agent, remote, pendings, scratch=scratch, arena=self._arena_at, grids=self._grids)
 
     def conclude(self, link: "RdmaLink", group: Group) -> None:
         """A group is over. Checksums of large ones are made while the next bytes are copied."""
@@ -335,7 +335,9 @@ class RdmaLink:
             group = self._endpoint.group(remote, within) if within else None
             if group is not None:
                 self._groups.append(group)
-        self._reads.end([(pending, LinkProblem.REFUSED) for pending in taken if not remote.holds(pending.extent)])
+        if len(within) < len(taken):
+            outside = [pending for pending in taken if not remote.holds(pending.extent)]
+            self._reads.end([(pending, LinkProblem.REFUSED) for pending in outside])
         if group is not None:
             self._try(group, group.begin)
         return bool(taken)
@@ -368,7 +370,8 @@ class RdmaLink:
     def conclude(self, group: Group) -> None:
         """Verify what came, and say how all of it ended. Here or on the checking thread, where nothing else is done."""
         self._reads.end([(pending, self._verdict(pending, problem)) for pending, problem in group.take_ended()])
-        self._reads.settle([(pending, LinkProblem.TIMEOUT) for pending in group.late])
+        if group.late:
+            self._reads.settle([(pending, LinkProblem.TIMEOUT) for pending in group.late])
         self._drop(group)
 
     def _flying(self) -> list[Group]:

@@ -10,14 +10,14 @@ after the last. What keeps them so is the lease, at the owner.
 
 import enum
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.limits import SLOT_ALIGN_BYTES
 from kvstore.transport.link import LinkProblem
-from kvstore.transport.nixl import Agent, TransferFailed
+from kvstore.transport.nixl import Agent, Places, TransferFailed
 from kvstore.transport.rdma_remote import BEACON_NBYTES, PreparedGrids, Remote
 from kvstore.transport.read_queue import Pending
 
@@ -34,9 +34,16 @@ class Phase(enum.IntEnum):
     OVER = 3
 
 
+class Scratch(NamedTuple):
+    """Registered words that generations are read into: `words: [SCRATCH_WORDS] uint64`, at address `at`."""
+
+    words: NDArray[np.uint64]
+    at: int
+
+
 class Group:
-    """Up to MAX_GROUP_EXTENTS extents of one peer. `scratch: [SCRATCH_WORDS] uint64`, registered, is the group's until it is
-    over. Problems found are collected in `ended`, which the owner of the group takes."""
+    """Up to MAX_GROUP_EXTENTS extents of one peer. `scratch` is the group's until it is over. Problems found are collected in
+    `ended`, which the owner of the group takes."""
 
     def __init__(
         self,
@@ -44,7 +51,7 @@ class Group:
         remote: Remote,
         pendings: list[Pending],
         *,
-        scratch: NDArray[np.uint64],
+        scratch: Scratch,
         arena: int,
         grids: PreparedGrids,
     ) -> None:
@@ -61,7 +68,6 @@ class Group:
         self._grids = grids
         self._transfer: Any = None
         self._data_since_s = 0.0
-        self._scratch_words = scratch.ctypes.data + 8 * np.arange(SCRATCH_WORDS, dtype=np.uint64)  # addresses
         self._asked: list[Pending] = []  # those whose generations are being read
 
     @property
@@ -152,22 +158,22 @@ class Group:
     def _ask_generations(self) -> None:
         """One word for each extent, and the beacon behind them."""
         self._asked = list(self.pendings)
-        count = len(self._asked)
-        local, remote = np.zeros((count + 1, 3), np.uint64), np.zeros((count + 1, 3), np.uint64)
-        local[:, 0] = self._scratch_words[: count + 1]
-        offsets = np.array([pending.extent.remote_offset for pending in self._asked], np.uint64)
-        remote[:count, 0] = self.remote.place.generations_at + offsets // SLOT_ALIGN_BYTES * 8
-        remote[count, 0] = self.remote.place.beacon_at
-        local[:, 1] = remote[:, 1] = 8
-        local[count, 1] = remote[count, 1] = BEACON_NBYTES
+        into, place = self.scratch.at, self.remote.place
+        local: Places = [(into + 8 * number, 8, 0) for number in range(len(self._asked))]
+        remote: Places = [
+            (place.generations_at + pending.extent.remote_offset // SLOT_ALIGN_BYTES * 8, 8, 0)
+            for pending in self._asked
+        ]
+        local.append((into + 8 * len(self._asked), BEACON_NBYTES, 0))
+        remote.append((place.beacon_at, BEACON_NBYTES, 0))
         self._transfer = self._agent.read(self.remote.name, local, remote)
 
     def _compare(self) -> None:
         """Hold what came against what it must be."""
         count = len(self._asked)
-        if self.scratch[count : count + 2].tobytes() != self.remote.place.beacon:
+        if self.scratch.words[count : count + 2].tobytes() != self.remote.place.beacon:
             raise TransferFailed("another process answers in the peer's place, or its arena is closed")
-        found = self.scratch[:count].tolist()
+        found = self.scratch.words[:count].tolist()
         stale = {
             id(pending)
             for pending, generation in zip(self._asked, found, strict=True)

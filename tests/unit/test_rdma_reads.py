@@ -12,7 +12,7 @@ from kvstore.core.errors import RemoteProtocolError
 from kvstore.core.limits import MAX_DESCRIPTOR_BYTES, SEGMENT_BYTES
 from kvstore.transport.link import LinkProblem, ReadExtent
 from kvstore.transport.nixl import TransferFailed
-from kvstore.transport.rdma_reads import SCRATCH_WORDS, Group, Phase
+from kvstore.transport.rdma_reads import SCRATCH_WORDS, Group, Phase, Scratch
 from kvstore.transport.rdma_remote import ArenaPlace, Grid, PreparedGrids, Remote
 from kvstore.transport.read_queue import Batch, Pending
 
@@ -37,10 +37,10 @@ class CopyingAgent:
         places = [(at + n * stride, nbytes) for at, nbytes, _, stride, count in rows.tolist() for n in range(count)]
         return np.array(places, np.uint64)
 
-    def read(self, name: str, local: np.ndarray, remote: np.ndarray) -> Any:
+    def read(self, name: str, local: Any, remote: Any) -> Any:
         kind = "generations" if len(self.posted) % 3 != 1 else "data"
         self.posted.append(kind)
-        return (kind, local[:, :2].tolist(), remote[:, :2].tolist())
+        return (kind, np.array(local)[:, :2].tolist(), np.array(remote)[:, :2].tolist())
 
     def read_prepared(self, local: np.ndarray, local_at: np.ndarray, remote: np.ndarray, remote_at: np.ndarray) -> Any:
         self.posted.append("prepared")
@@ -70,6 +70,7 @@ class Pair:
         self.agent = CopyingAgent()
         self.theirs, self.ours = rng.integers(0, 256, NBYTES, np.uint8), np.zeros(NBYTES, np.uint8)
         self.generations = np.arange(100, 100 + NBYTES // PAGE, dtype=np.uint64)
+        self.scratch = np.zeros(SCRATCH_WORDS, np.uint64)
         self.beacon = np.arange(1, 3, dtype=np.uint64)
         self.remote = Remote(
             ArenaPlace(
@@ -89,7 +90,7 @@ class Pair:
             agent,
             self.remote,
             [Pending(extent, batch) for extent in extents],
-            scratch=np.zeros(SCRATCH_WORDS, np.uint64),
+            scratch=Scratch(self.scratch, self.scratch.ctypes.data),
             arena=self.ours.ctypes.data,
             grids=PreparedGrids(agent, "", self.ours.ctypes.data, NBYTES),
         )
