@@ -263,7 +263,8 @@ def stealing_s(request: Request, chosen: FetchPlan) -> tuple[float, int]:
     """Both ends until they meet: seconds, and how many blocks were read."""
     num_blocks = request.num_blocks
     meet = chosen.front_blocks
-    cursors = FillCursors(num_blocks, meet_block=meet, expected_s=chosen.fetch_s * (num_blocks - meet) / num_blocks)
+    expected_s = chosen.fetch_s * (num_blocks - meet) / num_blocks
+    cursors = FillCursors(num_blocks, front_blocks=None if meet else 0, meet_block=meet, expected_s=expected_s)
     arrivals = request.arrivals_s.tolist()
     now_s, front, copied_s = 0.0, 0, 0.0
     while True:

@@ -163,7 +163,7 @@ class StoreSchedulerSide:
         self._new_loads[-1] = replace(
             job,
             from_back=True,
-            front_blocks=meet if self._price(request) else num_blocks,
+            front_blocks=meet if self._price(request) or not meet else num_blocks,
             meet_block=meet,
             expected_s=plan.fetch_s * (num_blocks - meet) / num_blocks,
         )

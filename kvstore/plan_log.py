@@ -69,7 +69,12 @@ class PlanRecord:
         plan = self.plan
         if not plan.num_blocks:
             return f"Compute all: {plan.reason}."
-        ends = f" from the back, computing at most {plan.front_blocks} at the front meanwhile" if plan.both_ends else ""
+        front = (
+            f"computing at most {plan.front_blocks} at the front meanwhile"
+            if plan.front_blocks
+            else "computing if it is late"
+        )
+        ends = f" from the back, {front}" if plan.both_ends else ""
         return f"Fetch {plan.num_blocks} blocks{ends}: {plan.reason}."
 
     def _became(self) -> str:

@@ -39,6 +39,9 @@ BOTH_ENDS_GAIN_CHUNKS, BOTH_ENDS_GAIN = 0.25, 0.1
 one just before the back gets there. A cut is better where a load takes little longer than a chunk, and where the front lies
 in RAM and the back on a slow drive: there the front should be fetched first."""
 
+SHORT_S = 0.02
+"""A load of less is over before a chunk could begin; and what is in RAM is there."""
+
 UNKNOWN_DEADLINE_S = 1.0
 """A fetch may take so long, at least, while it is not known what computing instead would take."""
 
@@ -140,6 +143,7 @@ class _Fetch:
         self.front_s = self._slowest_s(counts)  # of the first m blocks
         self.back_s = self._slowest_s([count[-1] - count for count in counts])  # of all but those
         self.all_s = float(self.front_s[-1])
+        self.may_be_late = self.all_s >= SHORT_S and bool((at != PINNED).any())
 
     def words(self, cut: int) -> str:
         """What the first `cut` blocks need: how much, how fast, how long."""
@@ -212,9 +216,11 @@ def _prefix(wish: PlanWish, fetch: _Fetch, work: _Work, cut: int) -> FetchPlan:
     if cut == 0:
         return _nothing(work, reason)
     fetch_s = float(fetch.front_s[cut])
+    # Who can compute at the front does so if the load is late, instead of giving up a load that still comes.
+    from_back = bool(wish.both_ends and wish.chunk_tokens) and cut == fetch.num_blocks and fetch.may_be_late
     return FetchPlan(
         num_blocks=cut,
-        both_ends=False,
+        both_ends=from_back,
         front_blocks=0,
         fetch_s=fetch_s,
         recompute_s=work.recompute_s,

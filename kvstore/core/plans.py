@@ -31,7 +31,7 @@ class FetchPlan(NamedTuple):
     """How much of a match to fetch, from what was measured; the rest is computed. A forecast: nothing is held by it."""
 
     num_blocks: int  # to fetch, behind the tokens that the engine has
-    both_ends: bool  # fetch them from the back while the engine computes at the front, until the two meet
+    both_ends: bool  # fetch them from the back while the engine may compute at the front, until the two meet
     front_blocks: (
         int  # so many of them the engine should get to; where others wait for it, no more while the fetch is in time
     )

@@ -249,7 +249,7 @@ def test_the_dearer_the_engine_the_less_it_computes_at_the_front():
 def test_while_the_engine_is_busy_the_back_goes_on_alone():
     """Once all of it would be there before the engine could begin, nothing is left for the front."""
     found = from_both(8193, compute_wait_s=10.0)
-    assert (found.num_blocks, found.both_ends) == (512, False)
+    assert (found.num_blocks, found.front_blocks) == (512, 0)
     assert found.total_s == pytest.approx(10.0 + H100.prefill_s(1, 8192))
 
 
@@ -295,3 +295,15 @@ def test_segments_as_short_as_they_can_be_are_planned_too():
     tiers = bytes(itertools.islice(itertools.cycle([PINNED, NVME]), 400))
     found = plan(wish(6500), tiers, {NVME: TierQuote(LoadCost(0.0, 20e9))}, None, H100)
     assert found.num_blocks == 400
+
+
+def test_a_load_that_is_not_worth_both_ends_comes_from_the_back_so_that_a_late_one_meets_the_front():
+    """Unless it is over before that could matter, or lies in RAM, or only a part is fetched, or the engine cannot."""
+    found = from_both(2001, TierQuote(LoadCost(0.005, 10e9)), chunk_tokens=2048)
+    assert (found.num_blocks, found.both_ends, found.front_blocks) == (125, True, 0)
+    assert found.total_s == pytest.approx(found.fetch_s + H100.prefill_s(1, 2000), rel=0.05)
+    assert not from_both(101, TierQuote(LoadCost(0.0001, 100e9))).both_ends
+    asked = wish(2001, both_ends=True, chunk_tokens=2048)
+    slow_ram = {PINNED: TierQuote(LoadCost(0.0, 10e9))}
+    assert not plan(asked, bytes([PINNED]) * 125, slow_ram, None, H100).both_ends
+    assert not plan(asked._replace(both_ends=False), bytes([NVME]) * 125, {NVME: DRIVE}, None, H100).both_ends
