@@ -94,15 +94,16 @@ class StoreSchedulerSide:
             return 0
         state.follow_boot(link.boot_id)
         has_tail = len(keys) > len(self._full_block_keys(request))
-        wish = self._wish(request, first, has_tail=has_tail) if self._fetch is FetchPolicy.PLANNED else None
+        # What a producer computed for this instance is not computed again: it is there to decode.
+        planned = self._fetch is FetchPolicy.PLANNED and not has_tail
+        wish = self._wish(request, first) if planned else None
         match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys, wish))
         if match is not None and match.plan is not None:
             self._planning_link = link
         if match is None or match.num_blocks <= first:
             return 0
         state.offer = Offer(first, match.plan, match.plan_id)
-        has_tail = has_tail and match.num_blocks == len(keys)
-        last = self._planned_end(match, first, has_tail=has_tail)
+        last = match.num_blocks if match.plan is None else first + match.plan.num_blocks
         if any(match.tiers[first:last]):
             self._prefetch_if_waiting(state, link, keys[:last])
         whole = has_tail and last == len(keys)
@@ -363,26 +364,19 @@ class StoreSchedulerSide:
     def _full_block_keys(self, request: Request) -> list[bytes]:
         return list(request.block_hashes[: (request.num_tokens - 1) // self._block_tokens])
 
-    def _wish(self, request: Request, first: int, *, has_tail: bool) -> MatchWish:
+    def _wish(self, request: Request, first: int) -> MatchWish:
         return MatchWish(
             request.request_id,
             request.num_tokens,
             first_needed=first,
             chunk_tokens=self._chunk_tokens,
             compute_price=self._price(request),
-            both_ends=self._uses_both_ends and not has_tail,
+            both_ends=self._uses_both_ends,
             deadline_s=self._load_deadline_s,
         )
 
     def _price(self, request: Request) -> float:
         return min(_MAX_PRICE, _PRICE_OF_ANOTHER * self._times.num_others(request.request_id))
-
-    @staticmethod
-    def _planned_end(match: Match, first: int, *, has_tail: bool) -> int:
-        """First block that is not to be loaded. A tail goes with all full blocks before it: the planner does not know of it."""
-        if match.plan is None or match.plan.num_blocks >= match.num_blocks - has_tail - first:
-            return match.num_blocks
-        return first + match.plan.num_blocks
 
     def _prefetch_if_waiting(self, state: RequestState, link: Link, keys: list[bytes]) -> None:
         """R6."""
