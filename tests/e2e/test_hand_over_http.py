@@ -72,7 +72,7 @@ def sidecar(folder: Path) -> Iterator[SidecarProcess]:
 
 @pytest.fixture(scope="module")
 def consumer(folder: Path, sidecar: SidecarProcess) -> Iterator[ApiServerProcess]:
-    flags = ("--socket", str(sidecar.socket), "--hand-over", "consumer", "--layerwise")
+    flags = ("--socket", str(sidecar.socket), "--hand-over", "consumer", "--layerwise", "--fetch", "always")
     with running_api_server(folder / "tiny.gguf", "consumer", *flags) as process:
         yield process
         process.wait_until_idle()

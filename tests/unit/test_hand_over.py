@@ -8,6 +8,7 @@ from engine_side import BLOCK, SPEC, Request, Side, pages
 from in_process_sidecar import InProcessSidecar
 
 from kvstore.core.limits import TAIL_KEEP_S
+from kvstore.core.plans import FetchPlan
 from kvstore.engine_connector.protocol import CacheOptions, HandOver, LoadJob, SaveJob, ScheduledRequest
 
 FULL, TAIL = 3, 5
@@ -80,6 +81,15 @@ def test_a_prompt_is_taken_over_without_a_token_to_prefill(
     consumer.report_loaded(job)
     assert not consumer.side.request_finished(request)
     sidecar.check_no_lease()
+
+
+def test_a_prompt_that_is_handed_over_is_fetched_whatever_it_would_cost_to_compute(
+    producer: Side, consumer: Side
+) -> None:
+    hand_over(producer)
+    consumer.client.plan = FetchPlan(0, False, 0, 0.0, 1.0, 1.0, 0.0, "computing is cheap")
+    assert match(consumer, taken_over()) == PROMPT
+    assert consumer.client.match_wishes == [None]
 
 
 def test_what_the_consumer_has_itself_is_not_loaded(producer: Side, consumer: Side) -> None:
