@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -89,6 +90,7 @@ class FalseOwner:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
         self._listener.close()
         for sock in self._socks:
             sock.close()
@@ -256,6 +258,84 @@ def test_flipped_bits_are_corrupt_and_the_connection_goes_on(owner: Node, reader
 
         assert problems == [{0: LinkProblem.CORRUPT}, {0: None}]
         assert false.num_accepted == 1
+
+
+STREAM_NBYTES = frames.CHALLENGE_NBYTES + frames.READY_NBYTES + frames.head_nbytes(2) + 2 * SLOT + frames.tail_nbytes(2)
+
+
+def relay(owner: Node, change: Callable[[bytes, int], bytes]) -> Script:
+    """Between a reader and a true owner; `change` gets what the owner says, and where in its stream that begins."""
+
+    def to_owner(sock: socket.socket, upstream: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while said := sock.recv(1 << 16):
+                upstream.sendall(said)
+        with contextlib.suppress(OSError):
+            upstream.shutdown(socket.SHUT_RDWR)
+
+    def run(sock: socket.socket) -> None:
+        target = frames.decode_descriptor(owner.endpoint.describe())
+        with socket.create_connection((target.host, target.port), DEADLINE_S) as upstream:
+            asking = threading.Thread(target=to_owner, args=(sock, upstream))
+            asking.start()
+            offset = 0
+            with contextlib.suppress(OSError):
+                while said := upstream.recv(1 << 16):
+                    changed = change(said, offset)
+                    sock.sendall(changed)
+                    offset += len(said)
+                    if len(changed) < len(said):
+                        break
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            asking.join(DEADLINE_S)
+
+    return run
+
+
+def read_through(reader: Node, owner: Node, script: Script) -> dict[int, LinkProblem | None]:
+    with contextlib.closing(FalseOwner(script)) as false:
+        described = frames.decode_descriptor(owner.endpoint.describe())
+        port = frames.decode_descriptor(false.describe()).port
+        link = reader.endpoint.connect("relayed", frames.encode_descriptor(described._replace(port=port)))
+        problems = read_all(link, owner.slots(2, checked=True), deadline_s=2.0)
+        assert link.close(DEADLINE_S)
+        link.check()
+    for read_id, problem in problems.items():
+        place = slice(read_id * SLOT, (read_id + 1) * SLOT)
+        assert problem is not None or np.array_equal(reader.memory[place], owner.memory[place])
+    return problems
+
+
+FRAMES_AT = [*range(80 + 18), *range(STREAM_NBYTES - 10, STREAM_NBYTES)]
+
+
+def test_no_flipped_byte_of_the_owner_gets_through(owner: Node, reader: Node) -> None:
+    """Each byte of the handshake, the head and the tail, and some of the blocks."""
+    rng = random.Random(5)
+    for position in [*FRAMES_AT, *rng.sample(range(98, STREAM_NBYTES - 10), 20)]:
+
+        def flip(said: bytes, offset: int, position: int = position) -> bytes:
+            changed = bytearray(said)
+            if offset <= position < offset + len(said):
+                changed[position - offset] ^= 1 << rng.randrange(8)
+            return bytes(changed)
+
+        problems = read_through(reader, owner, relay(owner, flip))
+
+        assert any(problems.values()), f"byte {position} was flipped and nobody noticed"
+
+
+def test_no_truncation_of_the_owner_gets_through(owner: Node, reader: Node) -> None:
+    rng = random.Random(6)
+    for size in [*rng.sample(FRAMES_AT, 20), *rng.sample(range(98, STREAM_NBYTES), 10)]:
+
+        def cut(said: bytes, offset: int, size: int = size) -> bytes:
+            return said[: max(0, size - offset)]
+
+        problems = read_through(reader, owner, relay(owner, cut))
+
+        assert set(problems.values()) == {LinkProblem.GONE}, f"cut behind {size} bytes"
 
 
 def test_a_connection_that_ended_while_idle_costs_nothing(owner: Node, reader: Node) -> None:
