@@ -232,7 +232,7 @@ class RdmaLink:
         self._endpoint = endpoint
         self.remote = remote
         self._reads = ReadQueue(arena_nbytes=endpoint.memory.nbytes)
-        self._arena = memoryview(endpoint.memory)  # type: ignore[arg-type] # numpy arrays are buffers
+        self._arena = endpoint.memory.data
         self._groups: list[Group] = []  # in flight, or over and being checked
         self._bytes_per_s = 1e9
         self._idle = threading.Condition()
