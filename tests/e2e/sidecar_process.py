@@ -59,6 +59,10 @@ class SidecarProcess:
     def start(self) -> "SidecarProcess":
         """Start and wait for the line that says it is ready."""
         self.spawn()
+        return self.wait_until_ready()
+
+    def wait_until_ready(self) -> "SidecarProcess":
+        """After `spawn`."""
         line = read_line(self._child, START_DEADLINE_S)
         assert line.startswith("kvstore ready"), line + self.log
         return self
