@@ -543,7 +543,7 @@ class DriveStats(_message.Message):
     def __init__(self, path: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "capacity_bytes", "ready_bytes", "writing_bytes", "leaving_bytes", "limbo_bytes", "free_bytes", "ready_blocks", "quarantined_bytes", "drives")
+    __slots__ = ("name", "capacity_bytes", "ready_bytes", "writing_bytes", "leaving_bytes", "limbo_bytes", "free_bytes", "ready_blocks", "quarantined_bytes", "drives", "writing_blocks", "leaving_blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -554,6 +554,8 @@ class TierStats(_message.Message):
     READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
+    WRITING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     capacity_bytes: int
     ready_bytes: int
@@ -564,7 +566,9 @@ class TierStats(_message.Message):
     ready_blocks: int
     quarantined_bytes: int
     drives: _containers.RepeatedCompositeFieldContainer[DriveStats]
-    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[DriveStats, _Mapping]]] = ...) -> None: ...
+    writing_blocks: int
+    leaving_blocks: int
+    def __init__(self, name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., writing_bytes: _Optional[int] = ..., leaving_bytes: _Optional[int] = ..., limbo_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., drives: _Optional[_Iterable[_Union[DriveStats, _Mapping]]] = ..., writing_blocks: _Optional[int] = ..., leaving_blocks: _Optional[int] = ...) -> None: ...
 
 class PeerStats(_message.Message):
     __slots__ = ("node_id", "address", "state", "links", "fetched_bytes", "queued_bytes", "bytes_per_s", "latency_s")
@@ -586,8 +590,125 @@ class PeerStats(_message.Message):
     latency_s: float
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., links: _Optional[_Iterable[str]] = ..., fetched_bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
 
+class Usage(_message.Message):
+    __slots__ = ("num_requests", "requested_tokens", "hit_tokens", "missed_tokens")
+    class HitTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class MissedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    requested_tokens: int
+    hit_tokens: _containers.ScalarMap[str, int]
+    missed_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, num_requests: _Optional[int] = ..., requested_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., missed_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "usage", "held_bytes")
+    class HeldBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    usage: Usage
+    held_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, tenant: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., held_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("name", "labels", "bounds", "counts", "sum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, name: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class QueueDepth(_message.Message):
+    __slots__ = ("queue", "length", "limit")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    queue: str
+    length: int
+    limit: int
+    def __init__(self, queue: _Optional[str] = ..., length: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Removals(_message.Message):
+    __slots__ = ("tier", "policy", "reason", "num_blocks", "nbytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    policy: str
+    reason: str
+    num_blocks: int
+    nbytes: int
+    def __init__(self, tier: _Optional[str] = ..., policy: _Optional[str] = ..., reason: _Optional[str] = ..., num_blocks: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class WriteBudget(_message.Message):
+    __slots__ = ("policy", "bytes_per_s", "bytes_per_day", "written_bytes", "day_bytes")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_DAY_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    bytes_per_s: int
+    bytes_per_day: int
+    written_bytes: int
+    day_bytes: int
+    def __init__(self, policy: _Optional[str] = ..., bytes_per_s: _Optional[int] = ..., bytes_per_day: _Optional[int] = ..., written_bytes: _Optional[int] = ..., day_bytes: _Optional[int] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("kind", "num", "num_close", "ratio")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLOSE_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    num: int
+    num_close: int
+    ratio: float
+    def __init__(self, kind: _Optional[str] = ..., num: _Optional[int] = ..., num_close: _Optional[int] = ..., ratio: _Optional[float] = ...) -> None: ...
+
+class Problem(_message.Message):
+    __slots__ = ("problem", "subject", "reason")
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    problem: str
+    subject: str
+    reason: str
+    def __init__(self, problem: _Optional[str] = ..., subject: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers", "usage", "tenants", "histograms", "queues", "removals", "write_budget", "predictions", "problems", "loop_lag_s", "num_expired_leases", "num_open_requests")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -613,6 +734,17 @@ class StatsReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    REMOVALS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_s: float
@@ -624,7 +756,18 @@ class StatsReply(_message.Message):
     counters: _containers.ScalarMap[str, int]
     seconds: _containers.ScalarMap[str, float]
     peers: _containers.RepeatedCompositeFieldContainer[PeerStats]
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ...) -> None: ...
+    usage: Usage
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    histograms: _containers.RepeatedCompositeFieldContainer[Histogram]
+    queues: _containers.RepeatedCompositeFieldContainer[QueueDepth]
+    removals: _containers.RepeatedCompositeFieldContainer[Removals]
+    write_budget: WriteBudget
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    problems: _containers.RepeatedCompositeFieldContainer[Problem]
+    loop_lag_s: float
+    num_expired_leases: int
+    num_open_requests: int
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., removals: _Optional[_Iterable[_Union[Removals, _Mapping]]] = ..., write_budget: _Optional[_Union[WriteBudget, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[Problem, _Mapping]]] = ..., loop_lag_s: _Optional[float] = ..., num_expired_leases: _Optional[int] = ..., num_open_requests: _Optional[int] = ...) -> None: ...
 
 class ErrorReply(_message.Message):
     __slots__ = ("code", "message", "fields", "retryable", "boot_id")
@@ -646,3 +789,105 @@ class ErrorReply(_message.Message):
     retryable: bool
     boot_id: bytes
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., retryable: bool = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("hex", "first_row")
+    HEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    hex: str
+    first_row: int
+    def __init__(self, hex: _Optional[str] = ..., first_row: _Optional[int] = ...) -> None: ...
+
+class BlockCopy(_message.Message):
+    __slots__ = ("tier", "state", "offset", "bytes", "generation", "users")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    state: str
+    offset: int
+    bytes: int
+    generation: int
+    users: int
+    def __init__(self, tier: _Optional[str] = ..., state: _Optional[str] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., generation: _Optional[int] = ..., users: _Optional[int] = ...) -> None: ...
+
+class BlockLease(_message.Message):
+    __slots__ = ("lease_id", "kind", "instance", "request_id", "expires_in_s", "expired")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    kind: str
+    instance: bytes
+    request_id: str
+    expires_in_s: float
+    expired: bool
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., instance: _Optional[bytes] = ..., request_id: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., expired: bool = ...) -> None: ...
+
+class InspectedBlock(_message.Message):
+    __slots__ = ("namespace", "key", "parent", "children", "num_children", "position", "hits", "num_uses_since", "pinned", "mortal", "copies", "leases", "peers", "plans")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_USES_SINCE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    MORTAL_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    children: _containers.RepeatedScalarFieldContainer[bytes]
+    num_children: int
+    position: int
+    hits: int
+    num_uses_since: int
+    pinned: bool
+    mortal: bool
+    copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
+    leases: _containers.RepeatedCompositeFieldContainer[BlockLease]
+    peers: _containers.RepeatedCompositeFieldContainer[NodeHolding]
+    plans: _containers.RepeatedCompositeFieldContainer[PlanRecord]
+    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., children: _Optional[_Iterable[bytes]] = ..., num_children: _Optional[int] = ..., position: _Optional[int] = ..., hits: _Optional[int] = ..., num_uses_since: _Optional[int] = ..., pinned: bool = ..., mortal: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[BlockLease, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ...) -> None: ...
+
+class InspectedNamespace(_message.Message):
+    __slots__ = ("namespace", "tenant", "spec", "block_bytes", "num_rows", "tiers")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tenant: str
+    spec: bytes
+    block_bytes: int
+    num_rows: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ...) -> None: ...
+
+class InspectReply(_message.Message):
+    __slots__ = ("namespaces", "blocks", "next_row", "num_found", "boot_id")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROW_FIELD_NUMBER: _ClassVar[int]
+    NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[InspectedNamespace]
+    blocks: _containers.RepeatedCompositeFieldContainer[InspectedBlock]
+    next_row: int
+    num_found: int
+    boot_id: bytes
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[InspectedNamespace, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[InspectedBlock, _Mapping]]] = ..., next_row: _Optional[int] = ..., num_found: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
