@@ -69,9 +69,11 @@ class Advisor:
         match: Match,
         quotes: Mapping[int, TierQuote | None],
         now_s: float,
+        *,
+        last_key: bytes = b"",
     ) -> tuple[int, FetchPlan]:
         """The plan's number, and what to do with the blocks behind `wish.first_needed`. `quotes` by tier number; RAM needs
-        none: its speed is the engine's own copying."""
+        none: its speed is the engine's own copying. `last_key`: of the last block that was found."""
         engine = self._engine(namespace, instance)
         prefill = engine.prefill.cost
         tiers = match.tiers[wish.first_needed :]
@@ -106,6 +108,7 @@ class Advisor:
                 tiers=_shares(tiers, quotes),
                 prefill=prefill,
                 plan=chosen,
+                last_key=last_key,
                 outcome="planned" if chosen.num_blocks else "recompute",
             )
         )

@@ -322,6 +322,17 @@ class Client:
         request = pb.LocateRequest(namespace=namespace, keys=_packed(keys))
         return list(self._call(Verb.LOCATE, request, pb.LocateReply).holders)
 
+    def inspect(self, hex_digits: str) -> pb.InspectReply:
+        """Blocks and namespaces whose hash or id begins so; tools only. A call for each part of a large index."""
+        whole = self._call(Verb.INSPECT, pb.InspectRequest(hex=hex_digits), pb.InspectReply)
+        while whole.next_row:
+            part = self._call(
+                Verb.INSPECT, pb.InspectRequest(hex=hex_digits, first_row=whole.next_row), pb.InspectReply
+            )
+            whole.blocks.extend(part.blocks)
+            whole.num_found, whole.next_row = whole.num_found + part.num_found, part.next_row
+        return whole
+
     def stats(self) -> pb.StatsReply:
         """Bytes, blocks, sessions, leases and counters."""
         return self._call(Verb.STATS, pb.StatsRequest(), pb.StatsReply)

@@ -27,12 +27,14 @@ from kvstore.core.limits import (
     MAX_KEYS_PER_CALL,
     MAX_LEASE_TTL_S,
     MAX_LEASES_PER_INSTANCE,
+    MAX_PLANS_OF_BLOCK,
     MAX_REQUEST_ID_BYTES,
     MAX_SPECS_PER_HELLO,
     PEER_LEASE_TTL_S,
 )
 from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo, ReadGrant
 from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
+from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
 from kvstore.mover import Mover, NoMover
 from kvstore.peer_control import proof as peer_proof
 from kvstore.plan_messages import outcome_name, read_samples, read_wish, record_reply
@@ -124,6 +126,7 @@ class Dispatcher:
             Verb.REPORT: _Route(self._report, self._engines),
             Verb.EXPLAIN: _Route(self._explain, self._anyone),
             Verb.LOCATE: _Route(self._locate, self._anyone),
+            Verb.INSPECT: _Route(self._inspect, self._operators),
         }
 
     def parse(self, verb: Verb, body: bytes) -> Message:
@@ -304,6 +307,7 @@ class Dispatcher:
             match,
             self._store.quotes(namespace, keys, match, now_s),
             now_s,
+            last_key=keys[match.num_blocks - 1] if match.num_blocks else b"",
         )
         first = wish.first_needed + plan.num_blocks
         if first < match.num_blocks:
@@ -473,6 +477,24 @@ class Dispatcher:
         holders.sort(key=lambda holder: (-holder.num_blocks, not holder.here))
         return pb.LocateReply(holders=holders, boot_id=self._boot_id)
 
+    def _inspect(self, _session: Session, request: pb.InspectRequest) -> pb.InspectReply:
+        digits = read_hex(request.hex)
+        inspector, now_s = self._store.inspector(), self._clock.now_s()
+        found = inspector.find(digits, request.first_row)
+        reply = pb.InspectReply(next_row=found.next_row, num_found=found.num_found, boot_id=self._boot_id)
+        if not request.first_row:
+            reply.namespaces.extend(namespace_reply(*each) for each in inspector.namespaces(digits))
+        for row in found.rows:
+            view = inspector.block(row)
+            holdings = [
+                holding
+                for holding in self._cluster.locate(view.namespace, view.chain)
+                if holding.num_blocks == len(view.chain)
+            ]
+            plans = inspector.plans_of(view, self.advisor.records("", {view.namespace}), MAX_PLANS_OF_BLOCK)
+            reply.blocks.append(block_reply(view, holdings, plans, now_s))
+        return reply
+
     def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:
         return self.stats()
 
@@ -491,6 +513,10 @@ class Dispatcher:
         self._lessees(session)
         if session.role == pb.PEER:
             raise wrong("role", "PEER", "peers borrow (Lend) and give back (Release)")
+
+    def _operators(self, session: Session) -> None:
+        if not self._is_operator(session):
+            raise wrong("role", _ROLES[session.role], "only TOOL, over a Unix socket, may look at all blocks")
 
     @staticmethod
     def _peers(session: Session) -> None:
@@ -555,6 +581,7 @@ _REQUESTS: dict[Verb, type[Message]] = {
     Verb.LOCATE: pb.LocateRequest,
     Verb.LEND: pb.LendRequest,
     Verb.DIGEST: pb.DigestRequest,
+    Verb.INSPECT: pb.InspectRequest,
 }
 
 

@@ -35,6 +35,7 @@ class PlanRecord:
     tiers: tuple[TierShare, ...]
     prefill: PrefillCost | None
     plan: FetchPlan
+    last_key: bytes = b""  # of the last block that was found
     outcome: str = "planned"
     num_loaded: int = 0
     actual_s: float = 0.0

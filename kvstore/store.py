@@ -28,6 +28,7 @@ from kvstore.costs import LoadCost, TierQuote
 from kvstore.counters import new_counters
 from kvstore.eviction import EvictionPolicy, LeafLru
 from kvstore.index import KEPT, NO_PARENT, NO_ROWS, BlockIndex, Namespace, Rows
+from kvstore.inspection import Inspector
 from kvstore.inventory import Inventory
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
 from kvstore.pins import Pins
@@ -581,6 +582,11 @@ class Store:
             self._leases.num_expired,
             dict(self._counters),
         )
+
+    def inspector(self) -> Inspector:
+        """To look at single blocks."""
+        tables = (self._blocks.table, self._spill.nvme.table) if self._has_drives else (self._blocks.table,)
+        return Inspector(self._index, tables, self._leases)
 
     def check(self) -> None:
         """Every invariant of every part, and those that no part sees alone. O(everything); for tests and `kvstore check`."""

@@ -20,6 +20,7 @@ BRAINS = (
     "borrowing",
     "budget",
     "pins",
+    "inspection",
     "leases",
     "eviction",
     "admission",
@@ -45,6 +46,7 @@ LEVELS = {
     "kvstore.engine_connector": 4,
     "kvstore.cli": 5,
     "kvstore.demo": 5,
+    "kvstore.route": 5,
 }
 SERVICE_LEVEL = 3  # every other module directly in kvstore: server, client, sidecar, config, ...
 PURE = {"asyncio", "socket", "os", "time", "torch", "threading", "selectors", "subprocess"}

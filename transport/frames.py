@@ -42,6 +42,7 @@ class Verb(enum.IntEnum):
     LOCATE = 17
     LEND = 18
     DIGEST = 19
+    INSPECT = 20
 
 
 class Kind(enum.IntEnum):

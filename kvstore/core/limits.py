@@ -72,6 +72,15 @@ MAX_PINNED_FRACTION = 0.25
 """Part of the arena that pins may keep from eviction, all together. A pin that would exceed it is cut."""
 
 # --- plans ------------------------------------------------------------------------------------------------------------
+INSPECT_SLICE_ROWS = 1 << 16
+"""Blocks whose hashes one Inspect looks at, some 3 ms; its caller asks for the next."""
+
+MAX_INSPECTED_BLOCKS = 8
+"""Blocks that one Inspect tells all about. More that fit are counted."""
+
+MAX_PLANS_OF_BLOCK = 5
+"""Plans that Inspect tells of one block."""
+
 MAX_REMEMBERED_PLANS = 4096
 """Plans that Explain can tell of, some 1 KiB each. The oldest is forgotten."""
 
