@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "kvstore.cli.demo:demo",
     "engine": "kvstore.cli.engine:engine",
     "explain": "kvstore.cli.explain:explain",
+    "route": "kvstore.cli.route:route",
     "serve": "kvstore.cli.serve:serve",
     "stat": "kvstore.cli.stat:stat",
 }
@@ -27,6 +28,7 @@ SHORT_HELP = {
     "demo": "Show two engine processes share one prefill.",
     "engine": "Run the included engine.",
     "explain": "Say why requests fetched or computed.",
+    "route": "Spread requests over engines, to where their prefix is cached.",
     "serve": "Run the sidecar.",
     "stat": "Show what a running sidecar holds.",
 }
