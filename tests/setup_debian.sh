@@ -1,14 +1,39 @@
 #!/bin/sh
-# What the tests use of Debian's packages, where that may be installed: root, and a reachable mirror. Without it tests are
-# skipped and say so. The server that Debian starts by itself is stopped: tests start their own.
-set -eu
+# What demos and tests use of Debian's packages, where that may be installed: root, and a reachable mirror. It never fails: what
+# is not there is said, and what needs it is skipped. Mirrors are asked once; the folder below remembers (rm -r it to ask again).
+set -u
 
-if command -v redis-server >/dev/null && command -v redis-cli >/dev/null; then exit 0; fi
-if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-	echo "redis-server is not installed, and this user cannot: tests of the directory server will be skipped" >&2
+MIRROR_DEADLINE_S=180 # for each of two calls
+ASKED=.cache/setup_debian
+
+missing=""
+need() { # COMMAND PACKAGE
+	command -v "$1" >/dev/null 2>&1 || missing="$missing $2"
+}
+need redis-server redis-server
+need redis-cli redis-tools
+need ip iproute2
+need tc iproute2
+need openssl openssl
+[ -n "$missing" ] || exit 0
+
+skipped() { # REASON
+	echo "setup: missing$missing; $1. Tests that need them will be skipped." >&2
 	exit 0
-fi
-# Without a policy against it, installing would start a server on the usual port.
+}
+[ "$(id -u)" = 0 ] || skipped "this user cannot install packages"
+command -v apt-get >/dev/null 2>&1 || skipped "there is no apt-get"
+[ ! -e "$ASKED" ] || skipped "they could not be installed before"
+mkdir -p "$ASKED" 2>/dev/null || skipped "$ASKED cannot be made"
+
+# RUNLEVEL=1: a policy against starting services, else there would be a server on Redis's usual port.
 export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
-(apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server) >/dev/null 2>&1 ||
-	echo "redis-server could not be installed: tests of the directory server will be skipped" >&2
+log="$ASKED/log"
+apt() { timeout "$MIRROR_DEADLINE_S" apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 "$@" >>"$log" 2>&1 </dev/null; }
+apt update
+# shellcheck disable=SC2086 # several words
+if apt install -y --no-install-recommends $missing; then
+	rm -r "$ASKED"
+else
+	skipped "apt-get could not install them: $(tail -n 1 "$log")"
+fi
