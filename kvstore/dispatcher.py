@@ -19,7 +19,7 @@ from kvstore.advisor import Advisor
 from kvstore.cluster import Cluster, NoCluster
 from kvstore.core.blocks import NO_SLOTS
 from kvstore.core.clock import Clock
-from kvstore.core.errors import KVStoreError, Overloaded, SpecMismatch
+from kvstore.core.errors import KVStoreError, LeaseRefused, Overloaded, SpecMismatch
 from kvstore.core.keys import NAMESPACE_NBYTES, KVSpec, unpack_keys
 from kvstore.core.limits import (
     DEFAULT_LEASE_TTL_S,
@@ -27,6 +27,7 @@ from kvstore.core.limits import (
     MAX_KEYS_PER_CALL,
     MAX_LEASE_TTL_S,
     MAX_LEASES_PER_INSTANCE,
+    MAX_LOANS_PER_PEER,
     MAX_PLANS_OF_BLOCK,
     MAX_REQUEST_ID_BYTES,
     MAX_SPECS_PER_HELLO,
@@ -195,6 +196,12 @@ class Dispatcher:
         self.counters["calls_lend_total"] += 1
         self._peers(session)
         check_duration("deadline_s", request.deadline_s)
+        if (num_loans := self._store.num_leases_of(session.holder.instance)) >= MAX_LOANS_PER_PEER:
+            raise LeaseRefused(
+                f"the node has {num_loans} loans; give some back (MAX_LOANS_PER_PEER)",
+                limit="MAX_LOANS_PER_PEER",
+                value=num_loans,
+            )
         try:
             digest_nbytes = self._store.digest_nbytes(request.namespace)
         except SpecMismatch:

@@ -561,6 +561,10 @@ class Store:
         """Nodes that failed and are left alone now."""
         return [] if self._borrowing is None else self._borrowing.suspects(now_s)
 
+    def num_leases_of(self, instance: bytes) -> int:
+        """Leases of an engine or node, those in limbo among them."""
+        return len(self._leases.of_instance(instance))
+
     def peer_figures(self, node_id: str, now_s: float) -> PeerFigures:
         """How another node does; of a store that has peers."""
         assert self._borrowing is not None

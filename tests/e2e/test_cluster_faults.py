@@ -28,8 +28,8 @@ from fake_peer import (
 from sidecar_process import BLOCK_NBYTES, tool, wait_until
 
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import KVStoreError, RemoteProtocolError, UnknownLease
-from kvstore.core.limits import PEER_LEASE_TTL_S
+from kvstore.core.errors import KVStoreError, LeaseRefused, RemoteProtocolError, UnknownLease
+from kvstore.core.limits import MAX_LOANS_PER_PEER, PEER_LEASE_TTL_S
 from kvstore.peer_control import Identity, PeerControl
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.tiers.arena import Arena
@@ -80,6 +80,7 @@ def mutes() -> Iterator[list[FakePeer]]:
     """Those whose first words are wrong: nobody learns what they hold."""
     ways = [
         {"hello": garbage},
+        {"hello": hang},
         {"hello": changed(pb.HelloReply, session_token="ü\n".encode())},
         {"digest": garbage},
         {"digest": random_bytes},
@@ -231,6 +232,18 @@ def test_a_loan_ends_with_its_time_and_no_question_extends_it(nodes: list[Cluste
     owner.expect_nothing_held()  # nobody gave it back, and nothing is in limbo
     with pytest.raises(UnknownLease):
         borrower.control.release(pb.ReleaseRequest(lease_id=borrowed.reply.lease_id, outcome=pb.LOADED), 5.0)
+
+
+def test_a_node_has_so_many_loans_at_once_and_no_more(nodes: list[ClusterNode], borrower: Borrower) -> None:
+    nodes[0].put(13, 1)
+    loans = [borrower.lend(13, 1).reply.lease_id for _ in range(MAX_LOANS_PER_PEER)]
+    with pytest.raises(LeaseRefused, match="MAX_LOANS_PER_PEER"):
+        borrower.lend(13, 1)
+    borrower.control.release(pb.ReleaseRequest(lease_id=loans[0], outcome=pb.LOADED), 5.0)
+    again = borrower.lend(13, 1).reply.lease_id
+    assert again not in {0, *loans}
+    for loan in (*loans[1:], again):
+        borrower.control.release(pb.ReleaseRequest(lease_id=loan, outcome=pb.LOADED), 5.0)
 
 
 def test_nothing_of_what_nobody_has_is_lent(nodes: list[ClusterNode], borrower: Borrower) -> None:

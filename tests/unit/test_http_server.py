@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.core.errors import ConfigError, PeerUnavailable
 from kvstore.http_server import HttpServer
-from kvstore.metrics import DRIVE_STATES
+from kvstore.metrics import DRIVE_STATES, PEER_STATES
 from kvstore.proto import kvstore_pb2 as pb
 
 
@@ -113,6 +113,27 @@ def test_metrics_tell_tiers_drives_and_problems_by_reason() -> None:
     for path, state in (("/mnt/0", "ready"), ("/mnt/1", "degraded")):
         shown = {each: samples["kvstore_drive_state", path, *sorted(("nvme", each))] for each in DRIVE_STATES}
         assert shown == {each: float(each == state) for each in DRIVE_STATES}
+
+
+def test_metrics_tell_how_other_nodes_do() -> None:
+    stats = stats_with("ready", counters={"failed_fetches_timeout_total": 2})
+    stats.peers.add(
+        node_id="n1", address="h:1", state="ready", fetched_bytes=5, queued_bytes=6, bytes_per_s=7, latency_s=0.5
+    )
+    stats.peers.add(node_id="n2", address="h:2", state="suspect")
+
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(get("/metrics", lambda: stats).text)
+        for sample in family.samples
+    }
+
+    assert samples["kvstore_failed_fetches_total", "timeout"] == 2
+    figures = {"fetched_bytes_total": 5, "queued_bytes": 6, "bytes_per_second": 7, "latency_seconds": 0.5}
+    assert {name: samples[f"kvstore_peer_{name}", "n1"] for name in figures} == figures
+    for node, address, state in (("n1", "h:1", "ready"), ("n2", "h:2", "suspect")):
+        shown = {each: samples["kvstore_peer_state", *sorted((node, address, each))] for each in PEER_STATES}
+        assert shown == {each: float(each == state) for each in PEER_STATES}
 
 
 def has_ipv6() -> bool:
