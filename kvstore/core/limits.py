@@ -96,6 +96,28 @@ MAX_PROMPT_TOKENS = 1 << 24
 MAX_EXPLAINED_PLANS = 1000
 """Plans in one Explain reply; a larger wish is cut to this."""
 
+# --- what is counted ----------------------------------------------------------------------------------------------------
+REQUEST_SETTLE_S = 5.0
+"""A request that was matched and not leased for so long is counted as it stands: an engine asks again while one waits."""
+
+LOAD_SETTLE_S = 60.0
+"""A lease that was not released for so long is counted as a load that came to nothing."""
+
+MAX_OPEN_REQUESTS = 8192
+"""Requests that wait for either. More: the oldest is counted as it stands."""
+
+REMEMBERED_REMOVALS = 1 << 20
+"""Words of the table that knows why a block is not here any more, 8 MiB. A newer removal takes an older one's place."""
+
+MAX_TENANT_LABELS = 50
+"""Tenants that metrics name. The others are shown as one; who comes to twice the least of those named takes its place."""
+
+MAX_TENANT_CANDIDATES = 256
+"""Others whose tokens are counted for that. Beyond it the least is forgotten."""
+
+LAG_INTERVAL_S = 0.25
+"""How often the loop's lag is looked at."""
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 SEGMENT_BYTES = 64 << 20
 """A segment of the arena, given to one size class at a time. A block larger than this is refused at Hello."""
