@@ -25,6 +25,7 @@ NAMES = (
     "no_regret",
     "published_ttft",
     "policy_simulation",
+    "route",
 )
 
 _HEAD = """# Results

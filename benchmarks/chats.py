@@ -107,7 +107,7 @@ def _server(model: str, *options: str) -> Iterator[str]:
         )
         assert child.stdout is not None
         try:
-            line = _first_line(child.stdout)
+            line = first_line(child.stdout)
             assert " url=" in line, line
             yield line.split(" url=")[1].split("/v1")[0]
         finally:
@@ -119,7 +119,8 @@ def _server(model: str, *options: str) -> Iterator[str]:
                 child.wait()
 
 
-def _first_line(stream: IO[str]) -> str:
+def first_line(stream: IO[str]) -> str:
+    """What a server that was started says when it is ready."""
     until_s = time.monotonic() + _START_DEADLINE_S
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
