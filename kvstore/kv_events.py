@@ -29,7 +29,13 @@ import msgspec
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.events import BlockRemoved, BlockStored, Event
-from kvstore.core.limits import EVENT_DRAIN_DEADLINE_S, EVENT_RETELL_S, EVENT_SLICE_ROWS, MAX_NAMESPACES
+from kvstore.core.limits import (
+    EVENT_DRAIN_DEADLINE_S,
+    EVENT_RETELL_S,
+    EVENT_SLICE_ROWS,
+    MAX_NAMESPACES,
+    MAX_QUEUED_EVENT_BLOCKS,
+)
 from kvstore.core.plans import TIERS
 from kvstore.store import Store
 
@@ -171,6 +177,9 @@ class KVEvents:
     def _flush(self) -> None:
         events, self._pending = self._pending, []
         if events and not self._put(events):
+            logger.warning(
+                "events lost, more than %d blocks in them are not sent; all is told anew", MAX_QUEUED_EVENT_BLOCKS
+            )
             self.announce_all()
 
     def _put(self, events: Sequence[Event | None]) -> bool:

@@ -3,6 +3,7 @@
     main thread    the brain loop (uvloop): store, sessions, local socket. Alone owns all state
     fault          takes memory for the arena, a segment at a time, and hands each over to the loop
     nvme           the drives' I/O and their indexes; recovery
+    events         sends what changed to routers that subscribed (kvstore/kv_publisher.py)
     gRPC, metrics  threads of their own that post to the loop
 
 Start: claim the socket path, open the arena (no memory yet), answer Hello; everything slow comes behind that.
@@ -136,7 +137,7 @@ class Sidecar:
         try:
             async with AsyncExitStack() as others:
                 await _unless(stop, mover.open(_OPEN_PATIENCE_S))
-                await self._start_others(others, dispatcher, sessions, loop, cluster)
+                await self._start_others(others, dispatcher, sessions, cluster, store)
                 self._on_ready(
                     f"kvstore ready socket={self._path.path} arena={format_size(arena.nbytes)} "
                     f"boot_id={self._boot_id.hex()}"
@@ -176,11 +177,11 @@ class Sidecar:
         others: AsyncExitStack,
         dispatcher: Dispatcher,
         sessions: Sessions,
-        loop: asyncio.AbstractEventLoop,
         cluster: Cluster | NoCluster,
+        store: Store,
     ) -> None:
         """What may come up after the first Hello. Engines wait for none of it, so neither do its imports hold them up."""
-        config = self._config
+        config, loop = self._config, asyncio.get_running_loop()
         if config.grpc:
             make = partial(
                 _start_grpc,
@@ -195,14 +196,18 @@ class Sidecar:
             remote = await asyncio.to_thread(make)
             others.push_async_callback(asyncio.to_thread, remote.stop, _GRPC_GRACE_S)
         if config.metrics_port:
+            from kvstore.dashboard import Dashboard, LoopSource
             from kvstore.http_server import HttpServer
 
             def snapshot() -> pb.StatsReply:
                 return call_on_loop(loop, GRPC_CALL_DEADLINE_S, dispatcher.stats)
 
-            http = HttpServer(config.metrics_host, config.metrics_port, snapshot)
+            dashboard = Dashboard(LoopSource(loop, dispatcher, store, self._clock))
+            http = HttpServer(config.metrics_host, config.metrics_port, snapshot, dashboard)
             http.start()
             others.push_async_callback(asyncio.to_thread, http.stop)
+            dashboard.start()
+            others.callback(dashboard.stop)
 
     def _fault(self, arena: Arena, slots: SegmentedSlots, loop: asyncio.AbstractEventLoop) -> None:
         for segment in range(arena.num_segments):
