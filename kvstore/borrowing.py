@@ -21,11 +21,13 @@ from kvstore.core.loans import PEER_AT_FAULT, Fetch, FetchDone, LoanProblem
 from kvstore.costs import LoadCost, TierQuote
 from kvstore.index import BlockIndex, Namespace, Rows
 from kvstore.inventory import Inventory
+from kvstore.meters import Meters
 from kvstore.placements import ARRIVING, LEAVING
 from kvstore.tier_speed import TierSpeed
 
 _PRIOR = LoadCost(0.002, 1e9)  # of a peer that was never asked: a 10 Gb/s network
 _FARTHEST_FRACTION = 0.8  # a holder that has so much of what the farthest has may be chosen for its speed
+_FETCH_BYTES = 64 << 20  # of one fetch: read well before its loan ends, and while the next one is being lent
 _PROBE_BLOCKS = 8  # asked of a peer that failed, until it is well again
 
 
@@ -113,6 +115,7 @@ class _Flight:
     unsettled: dict[int, Extent] = field(default_factory=dict)  # by index: slots in limbo of blocks that were given up
     failed: list[int] = field(default_factory=list)
     cancelled: bool = False
+    tried_in_vain: bool = False  # some of it failed, other than by being called off
 
 
 class Borrowing:
@@ -130,7 +133,10 @@ class Borrowing:
         counters: dict[str, int],
         give_up: Callable[[int], None],
         is_wanted: Callable[[int], bool],
+        meters: Meters,
     ) -> None:
+        self._meters = meters
+        self._ordered_s: dict[int, float] = {}  # of fetches that have not ended
         self._pinned = pinned
         self._index: BlockIndex = pinned.index
         self._directory = directory
@@ -177,9 +183,8 @@ class Borrowing:
         """Nobody waits any more for these rows. A fetch of which nothing is wanted is called off."""
         for fetch_id in {self._by_row[row] for row in rows if row in self._by_row}:
             flight = self._flights[fetch_id]
-            if not flight.cancelled and not any(self._is_wanted(flight.rows[i]) for i in flight.open):
-                flight.cancelled = True
-                self._cancels.append(fetch_id)
+            if not any(self._is_wanted(flight.rows[i]) for i in flight.open):
+                self._call_off(fetch_id, flight)
 
     def take_orders(self) -> FetchOrders:
         """What is to be done now."""
@@ -206,6 +211,11 @@ class Borrowing:
     def rows_in_flight(self) -> list[int]:
         """Rows whose slot in RAM a fetch writes; for Store.check."""
         return list(self._by_row)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Blocks that are on their way."""
+        return len(self._by_row)
 
     @property
     def limbo_bytes(self) -> int:
@@ -237,12 +247,14 @@ class Borrowing:
         if done.problem is None:
             node.pause_s = node.suspect_until_s = 0.0
             node.fetched_bytes += nbytes
+            self._meters.transfer("peer", "read", nbytes, now_s - self._ordered_s[done.fetch_id])
             self._arrive(row)
             ended.append(row)
             return
         self._counters[f"failed_fetches_{done.problem}_total"] += 1
+        flight.tried_in_vain |= done.problem is not LoanProblem.CANCELLED
         if done.problem in PEER_AT_FAULT:
-            self._suspect(node, now_s)
+            self._suspect(flight.node_id, now_s)
         if done.settled:
             flight.failed.append(done.block)  # its slot may take the same block from another holder
         else:
@@ -261,11 +273,12 @@ class Borrowing:
         self._pinned.policy.cool([row])  # another node has it too
 
     def _retry(self, flight: _Flight, now_s: float) -> list[int]:
-        """Ask another holder for what failed, from the first such block on; rows given up."""
+        """Ask another holder for what failed, from the first such block on; or the same one, if it was called off and is wanted
+        now. Rows given up."""
         wanted = [i for i in sorted(flight.failed) if self._is_wanted(flight.rows[i])]
-        tried = flight.tried | {flight.node_id}
+        tried = flight.tried | {flight.node_id} if flight.tried_in_vain else flight.tried
         offer = None
-        if wanted and not flight.cancelled:
+        if wanted:
             offer = self._best(flight.entry, flight.keys, flight.first + wanted[0], now_s, without=tried)
         within = offer.num_blocks - flight.first if offer else 0
         again = [i for i in wanted if i < within]
@@ -298,17 +311,26 @@ class Borrowing:
         self._pinned.slots.free(flight.unsettled.pop(index))
 
     def _end(self, fetch_id: int, flight: _Flight) -> None:
-        del self._flights[fetch_id]
+        del self._flights[fetch_id], self._ordered_s[fetch_id]
         self._nodes[flight.node_id].num_open -= 1
 
-    def _suspect(self, node: _Node, now_s: float) -> None:
-        """Once for all blocks that fail together."""
+    def _call_off(self, fetch_id: int, flight: _Flight) -> None:
+        if not flight.cancelled:
+            flight.cancelled = True
+            self._cancels.append(fetch_id)
+
+    def _suspect(self, node_id: str, now_s: float) -> None:
+        """Once for all blocks that fail together. What waits for it is called off, and asked of others."""
+        node = self._nodes[node_id]
         if node.suspect_until_s > now_s:
             return
         first_s, longest_s = PEER_RETRY_S
         node.pause_s = min(2 * node.pause_s, longest_s) if node.pause_s else first_s
         node.suspect_until_s = now_s + node.pause_s
         self._counters["suspected_peers_total"] += 1
+        for fetch_id, flight in self._flights.items():
+            if flight.node_id == node_id:
+                self._call_off(fetch_id, flight)
 
     # --- beginnings -----------------------------------------------------------------------------------------------------
 
@@ -338,7 +360,7 @@ class Borrowing:
             return 0
         return min(num_blocks, num_held + (_PROBE_BLOCKS if node.pause_s else MAX_FETCH_BLOCKS))
 
-    def _begin(  # noqa: PLR0917 - what a fetch is made of
+    def _begin(  # noqa: PLR0917 - what fetches are made of
         self,
         entry: Namespace,
         keys: tuple[bytes, ...],
@@ -348,18 +370,38 @@ class Borrowing:
         tried: frozenset[str],
         now_s: float,
     ) -> None:
-        node, nbytes = self._node(offer.node_id), entry.spec.block_nbytes
+        """In as many fetches as it takes."""
+        most = max(1, _FETCH_BYTES // entry.spec.block_nbytes)
+        for start in range(0, len(rows), most):
+            end = min(start + most, len(rows))
+            predicted_s = offer.quote.load_s(end * entry.spec.block_nbytes)
+            deadline_s = PEER_PATIENCE_S + 2 * predicted_s
+            self._begin_one(
+                entry, keys[: first + end], first + start, rows[start:end], offer.node_id, tried, deadline_s, now_s
+            )
+
+    def _begin_one(  # noqa: PLR0917 - what a fetch is made of
+        self,
+        entry: Namespace,
+        keys: tuple[bytes, ...],
+        first: int,
+        rows: list[int],
+        node_id: str,
+        tried: frozenset[str],
+        deadline_s: float,
+        now_s: float,
+    ) -> None:
+        node, nbytes = self._node(node_id), entry.spec.block_nbytes
         node.num_open += 1
         self._num_fetches += 1
         fetch_id = self._num_fetches
-        self._flights[fetch_id] = _Flight(offer.node_id, entry, keys, first, rows, tried, set(range(len(rows))))
+        self._flights[fetch_id] = _Flight(node_id, entry, keys, first, rows, tried, set(range(len(rows))))
         self._by_row.update(dict.fromkeys(rows, fetch_id))
-        predicted_s = offer.quote.load_s(len(rows) * nbytes)
+        self._ordered_s[fetch_id] = now_s
         for _ in rows:
             node.speed.ordered(nbytes, now_s)
         offsets = tuple(self._pinned.table.offset[rows].tolist())
-        deadline_s = PEER_PATIENCE_S + 2 * predicted_s
-        self._fetches.append(Fetch(fetch_id, offer.node_id, entry.namespace, keys, first, offsets, nbytes, deadline_s))
+        self._fetches.append(Fetch(fetch_id, node_id, entry.namespace, keys, first, offsets, nbytes, deadline_s))
 
     def _node(self, node_id: str) -> _Node:
         return self._nodes.setdefault(node_id, _Node())

@@ -257,7 +257,7 @@ class PeerMover:
     def _carry_out(self, lane: _Lane, job: _Job) -> None:
         fetch = job.fetch
         if job.left_s <= 0:
-            job.fail(LoanProblem.TIMEOUT)
+            job.fail(LoanProblem.OVERLOADED)  # by ourselves: nothing was asked
             return
         node = next((node for node in self._directory.nodes() if node.node_id == fetch.node_id), None)
         if node is None:

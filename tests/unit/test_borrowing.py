@@ -204,6 +204,62 @@ def test_nobody_waits_any_more_then_the_fetch_is_called_off_and_not_tried_elsewh
     assert small.tier().free_bytes == small.tier().capacity_bytes
 
 
+def test_what_was_called_off_and_is_wanted_again_is_fetched_again():
+    small = SmallPeers({"n1": 2})
+    grant = small.acquire(ANNA, "ab")
+    (fetch,) = small.fetches()
+    small.store.release(ANNA, grant.lease_id, 0.0)
+    assert small.fetches() == []
+    again = small.acquire(BERT, "ab")
+    assert small.fetches() == []
+    small.end(fetch, [0, 1], LoanProblem.CANCELLED)
+    (fetch,) = small.fetches()
+    small.end(fetch, [0, 1])
+    assert small.announced(again) == [True, True]
+
+
+def test_what_waits_for_a_node_that_failed_is_called_off_and_asked_of_another():
+    small = SmallPeers({"n1": 4})
+    grants = [small.acquire(ANNA, "abcd"), small.acquire(BERT, "wxyz")]
+    failing, waiting = small.fetches()
+    small.directory.holders["n2"] = 4
+    small.end(failing, [0], LoanProblem.TIMEOUT)
+    assert small.fetches() == []
+    assert set(small.cancels) == {failing.fetch_id, waiting.fetch_id}
+    small.end(waiting, range(4), LoanProblem.CANCELLED)
+    small.end(failing, range(1, 4), LoanProblem.TIMEOUT)
+    for fetch in small.fetches():
+        assert fetch.node_id == "n2"
+        small.end(fetch, range(4))
+    assert [small.announced(grant) for grant in grants] == [[True] * 4] * 2
+    assert small.counter("suspected_peers_total") == 1
+
+
+def test_a_node_that_failed_is_not_tried_again_for_the_same_blocks():
+    small = SmallPeers({"n1": 2})
+    small.acquire(ANNA, "ab")
+    (fetch,) = small.fetches()
+    small.end(fetch, [0], LoanProblem.TIMEOUT)
+    small.end(fetch, [1], LoanProblem.TIMEOUT, now_s=2 * PEER_RETRY_S[0])  # its pause is over
+    assert small.fetches() == []
+
+
+def test_a_long_fetch_is_ordered_in_parts_each_with_the_time_of_those_before(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.borrowing._FETCH_BYTES", 2 * PAGE)
+    small = SmallPeers({"n1": 6})
+    small.put(ANNA, "a")
+    grant = small.acquire(ANNA, "abcdef")
+    fetches = small.fetches()
+    assert [small.fetched(fetch) for fetch in fetches] == [["b", "c"], ["d", "e"], ["f"]]
+    assert [fetch.first for fetch in fetches] == [1, 3, 5]
+    assert [len(fetch.keys) for fetch in fetches] == [3, 5, 6]
+    deadlines = [fetch.deadline_s for fetch in fetches]
+    assert deadlines == sorted(set(deadlines))
+    for fetch in reversed(fetches):
+        small.end(fetch, range(len(fetch.arena_offsets)))
+    assert small.announced(grant) == [True] * 6
+
+
 def test_a_slot_that_may_still_be_written_to_is_nobodys_until_it_is_settled():
     small = SmallPeers({"n1": 1}, num_segments=1)
     grant = small.acquire(ANNA, "a")

@@ -220,7 +220,7 @@ def test_what_waited_beyond_its_deadline_is_not_begun(cluster: SmallCluster) -> 
     slow = [cluster.fetch("n1", 1) for _ in range(FETCHES_PER_NODE)]
     late = cluster.fetch("n1", 1, deadline_s=SHORT_S / 2)
 
-    assert cluster.wait(*slow, late) == {None: FETCHES_PER_NODE, LoanProblem.TIMEOUT: 1}
+    assert cluster.wait(*slow, late) == {None: FETCHES_PER_NODE, LoanProblem.OVERLOADED: 1}
     assert cluster.owners["n1"].num_asked == FETCHES_PER_NODE
 
 
