@@ -1,4 +1,4 @@
-"""A long real document: chapters of the Python language reference, as every Python carries them for `help()`."""
+"""Long real documents: chapters of the Python language reference, as every Python carries them for `help()`."""
 
 from pydoc_data.topics import topics
 
@@ -15,22 +15,24 @@ WARM_UP = "The quick brown fox jumps."
 """Shorter than a block, so that it leaves nothing in a pool or in the store."""
 
 
-def document_prompt(tokenizer: BPETokenizer, question: str, prompt_tokens: int) -> list[int]:
-    """Token ids of a chat that shows the beginning of the document and asks `question`: exactly `prompt_tokens` of them.
+def document_prompt(tokenizer: BPETokenizer, question: str, prompt_tokens: int, document: int = 0) -> list[int]:
+    """Token ids of a chat that shows the beginning of a document and asks `question`: exactly `prompt_tokens` of them.
 
-    The document comes first, so that all questions about it share its prefix.
+    The document comes first, so that all questions about it share its prefix. Document n begins with chapter n; documents
+    have nothing but the chat's opening in common.
     """
+    chapters = _CHAPTERS[document:] + _CHAPTERS[:document]
     head, tail = _around_document(tokenizer, question)
     room = prompt_tokens - len(head) - len(tail)
-    document = tokenizer.encode("\n\n".join(str(topics[name]) for name in _CHAPTERS))
-    if not 0 < room <= len(document):
-        low, high = len(head) + len(tail) + 1, len(head) + len(tail) + len(document)
+    text = tokenizer.encode("\n\n".join(str(topics[name]) for name in chapters))
+    if not 0 < room <= len(text):
+        low, high = len(head) + len(tail) + 1, len(head) + len(tail) + len(text)
         raise ConfigError(
             f"prompt_tokens: {prompt_tokens} is out of range; the document allows {low} to {high}",
             field="prompt_tokens",
             value=prompt_tokens,
         )
-    return [*head, *document[:room], *tail]
+    return [*head, *text[:room], *tail]
 
 
 def _around_document(tokenizer: BPETokenizer, question: str) -> tuple[list[int], list[int]]:

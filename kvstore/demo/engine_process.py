@@ -1,7 +1,7 @@
 """One engine in a process of its own: requests come in as JSON lines on standard input, answers go out on standard output.
 
     <- {"event": "ready", "load_s": 4.1}
-    -> {"question": "...", "prompt_tokens": 4000, "max_tokens": 32}
+    -> {"question": "...", "prompt_tokens": 4000, "max_tokens": 32, "document": 0}
     <- {"event": "answer", ...Answer's fields}           or {"event": "error", "code": ..., "message": ..., "fields": ...}
 
 Whatever else a library prints goes to standard error. When standard input ends, by the starter's wish or its death, we
@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -19,15 +20,19 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from kvstore.core.errors import KVStoreError
+from kvstore.core.keys import pack_keys
 from kvstore.demo.document import WARM_UP, document_prompt
 from kvstore.demo.outcome import Answer
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.local import open_connector
 
+LESSONS_TOKENS = (64, 96, 128, 160)
+"""More steps than the sidecar's estimate needs, of different lengths."""
+
 
 def main(arguments: list[str]) -> int:
-    """`MODEL [SOCKET]`: without a socket the engine runs without a store."""
+    """`MODEL [SOCKET [learn]]`: without a socket the engine runs without a store; `learn`: its sidecar gets to know its speed."""
     answers = _take_stdout()
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), name="requests", daemon=True).start()
@@ -50,6 +55,13 @@ class _Engine:
         """Pay for thread pools and first allocations before anything is timed."""
         self._llm.generate([WARM_UP], SamplingParams(max_tokens=2))
 
+    def learn(self) -> None:
+        """Compute prompts of which nobody else has a block: so many steps that the sidecar knows what computing costs here."""
+        vocabulary = self._llm.tokenizer.vocab_size
+        for num_tokens in LESSONS_TOKENS:
+            prompt = [secrets.randbelow(vocabulary) for _ in range(num_tokens)]
+            self._llm.generate([prompt], SamplingParams(max_tokens=1))
+
     def answer(self, request: Mapping[str, Any]) -> dict[str, object]:
         """Run one request, nothing else beside it."""
         try:
@@ -57,8 +69,8 @@ class _Engine:
         except KVStoreError as err:
             return _error(err)
 
-    def _answer(self, question: str, prompt_tokens: int, max_tokens: int) -> dict[str, object]:
-        prompt = document_prompt(self._llm.tokenizer, question, prompt_tokens)
+    def _answer(self, question: str, prompt_tokens: int, max_tokens: int, document: int) -> dict[str, object]:
+        prompt = document_prompt(self._llm.tokenizer, question, prompt_tokens, document)
         (output,) = self._llm.generate([prompt], SamplingParams(max_tokens=max_tokens))
         assert output.ttft_s is not None
         spec = self._llm.spec
@@ -72,15 +84,19 @@ class _Engine:
             token_ids=tuple(output.token_ids),
             logit_gaps=tuple(output.logit_gaps),
             text=output.text,
+            namespace=spec.namespace().hex(),
+            keys=pack_keys(spec.hash.hash_blocks(prompt)).hex(),
         )
         return {"event": "answer", **dataclasses.asdict(answer)}
 
 
-def _open_engine(model: str, socket: str = "", *, answers: TextIO) -> _Engine:
+def _open_engine(model: str, socket: str = "", learn: str = "", *, answers: TextIO) -> _Engine:
     started_s = time.monotonic()
     factory = (lambda spec: open_connector(spec, socket_path=socket)) if socket else None
     engine = _Engine(LLM(model, connector_factory=factory))
     engine.warm_up()
+    if learn:
+        engine.learn()
     _send(answers, {"event": "ready", "load_s": time.monotonic() - started_s})
     return engine
 

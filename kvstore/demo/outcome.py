@@ -5,9 +5,9 @@ run's own two best logits lie closer than TIE_EPSILON, since the same rows throu
 in the last bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TIE_EPSILON = 0.02
 """In logits. What a 16-bit page and another order of sums can move; a real choice of the model is far wider."""
@@ -35,6 +35,8 @@ class Answer:
     token_ids: tuple[int, ...]
     logit_gaps: tuple[float, ...]  # at each step, best logit minus second best
     text: str
+    namespace: str  # hex, as are the keys of the prompt's full blocks
+    keys: str
 
 
 class Sameness(NamedTuple):
@@ -59,8 +61,13 @@ class Row:
         return self.answer.fetched_bytes + self.saved_bytes
 
 
+def answer_from(fields: Mapping[str, Any]) -> Answer:
+    """The answer that an engine process sent as JSON, whose lists become tuples again."""
+    return Answer(**{**fields, "token_ids": tuple(fields["token_ids"]), "logit_gaps": tuple(fields["logit_gaps"])})
+
+
 def compare(off: Answer, other: Answer) -> Sameness:
-    """`other`'s tokens against those of the storeless run."""
+    """`other`'s tokens against those of a run that computed everything."""
     if off.token_ids == other.token_ids:
         return Sameness(same=True, how="identical")
     first_difference = _first_difference(off.token_ids, other.token_ids)

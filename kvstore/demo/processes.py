@@ -13,6 +13,7 @@ from typing import IO
 from kvstore.config import ENV_PREFIX
 from kvstore.core.errors import KVStoreError, error_from_wire
 from kvstore.demo.guard import KILL_SIGNAL, STOP_DEADLINE_S
+from kvstore.demo.outcome import Answer, answer_from
 
 LOG_TAIL_LINES = 15
 
@@ -75,16 +76,14 @@ class Process:
         return ProcessFailed(text, process=self.name)
 
 
-class Sidecar(Process):
-    """`kvstore serve` behind a guard that ends it when we are killed, and then removes `run_dir`. `nvme` is a directory that
-    outlives it."""
+class Guarded(Process):
+    """A server behind a guard that ends it when we are killed, and then removes `run_dir`."""
 
-    def __init__(self, run_dir: Path, socket: Path, arena: str, log: Path, *options: str) -> None:
-        serve = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(socket), "--arena", arena, *options]
-        super().__init__("sidecar", [sys.executable, "-m", "kvstore.demo.guard", str(run_dir), *serve], log)
+    def __init__(self, name: str, run_dir: Path, command: Sequence[str], log: Path) -> None:
+        super().__init__(name, [sys.executable, "-m", "kvstore.demo.guard", str(run_dir), *command], log)
 
     def kill(self) -> None:
-        """kill -9 of the sidecar itself. Raises ProcessFailed when it lives on."""
+        """kill -9 of the server itself. Raises ProcessFailed when it lives on."""
         assert self._child is not None
         self._child.send_signal(KILL_SIGNAL)
         try:
@@ -93,11 +92,20 @@ class Sidecar(Process):
             raise self.failure(f"lives on {STOP_DEADLINE_S:.0f} s after kill -9") from err
 
 
+class Sidecar(Guarded):
+    """`kvstore serve`. Its drives' directories are in `run_dir` and outlive it, but not us."""
+
+    def __init__(self, run_dir: Path, socket: Path, arena: str, log: Path, *options: str) -> None:
+        serve = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(socket), "--arena", arena, *options]
+        super().__init__("sidecar", run_dir, serve, log)
+
+
 class Engine(Process):
     """kvstore/demo/engine_process.py: one line out, one line back."""
 
-    def __init__(self, name: str, model: Path, socket: Path | None, log: Path) -> None:
+    def __init__(self, name: str, model: Path, socket: Path | None, log: Path, *, learn: bool = False) -> None:
         arguments = [str(model)] if socket is None else [str(model), str(socket)]
+        arguments += ["learn"] if learn else []
         super().__init__(name, [sys.executable, "-m", "kvstore.demo.engine_process", *arguments], log)
         self._unread = b""
 
@@ -105,9 +113,16 @@ class Engine(Process):
         """Until the model is loaded and warm. Raises what the engine raised, or ProcessFailed."""
         self._expect("ready", deadline_s)
 
-    def ask(self, *, question: str, prompt_tokens: int, max_tokens: int, deadline_s: float) -> Mapping[str, object]:
-        """The fields of the answer. Raises what the engine raised, or ProcessFailed."""
-        request = {"question": question, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
+    def ask(
+        self, *, question: str, prompt_tokens: int, max_tokens: int, deadline_s: float, document: int = 0
+    ) -> Answer:
+        """Raises what the engine raised, or ProcessFailed."""
+        request = {
+            "question": question,
+            "prompt_tokens": prompt_tokens,
+            "max_tokens": max_tokens,
+            "document": document,
+        }
         assert self._child is not None
         stdin = _pipe(self._child.stdin)
         try:
@@ -115,7 +130,7 @@ class Engine(Process):
             stdin.flush()
         except BrokenPipeError as err:
             raise self.failure("ended") from err
-        return self._expect("answer", deadline_s)
+        return answer_from(self._expect("answer", deadline_s))
 
     def _end(self, child: "subprocess.Popen[bytes]") -> None:
         """At once: it may be importing or computing, and the sidecar must bear an engine's sudden end anyway."""

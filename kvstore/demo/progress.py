@@ -23,6 +23,10 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
 
+    def note(self, text: str) -> None:
+        """Say something once."""
+        self._console.print(f"  {text}", highlight=False)
+
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[Step]:
         """Show `text` while the block runs, and how it ended afterwards."""

@@ -175,7 +175,7 @@ def test_a_model_that_is_cut_off_is_named_by_the_engine_and_logs_are_kept(privat
     assert (run.returncode, run.stdout) == (2, "")
     assert f"error: model: cannot use {cut}" in run.stderr
     assert "Traceback" not in run.stderr
-    assert {"sidecar.log", "engine-off.log"} <= {path.name for path in logs.iterdir()}
+    assert {"kvstore-sidecar.log", "engine-off.log"} <= {path.name for path in logs.iterdir()}
 
 
 @pytest.mark.timeout(START_DEADLINE_S + 60)

@@ -7,8 +7,8 @@ import json
 import pytest
 from rich.console import Console
 
-from kvstore.demo.outcome import CASES, TIE_EPSILON, Answer, Row, Sameness, as_json, compare, find_problems
-from kvstore.demo.run import DemoResult, answer_from
+from kvstore.demo.outcome import CASES, TIE_EPSILON, Answer, Row, Sameness, answer_from, as_json, compare, find_problems
+from kvstore.demo.run import DemoResult
 from kvstore.demo.table import make_table
 
 CLEAR = 1.0
@@ -26,6 +26,8 @@ def answer(*token_ids: int, gaps: tuple[float, ...] = (), ttft_s: float = 1.0, f
         token_ids=token_ids,
         logit_gaps=gaps or tuple(CLEAR for _ in token_ids),
         text="text",
+        namespace="00",
+        keys="",
     )
 
 
