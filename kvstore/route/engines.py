@@ -1,8 +1,8 @@
 """The engines: which are up, and how busy each is.
 
-An engine is up when GET on its health path answers 200. It is down as soon as no connection to it can be made, whoever
-tried, or when it has not answered `_FAILURES_TO_DOWN` checks in a row: a busy engine may be late once. A request that
-broke has the engine checked at once.
+An engine is up when GET on its health path has a status below 500: one that wants a key is well. It is down as soon as no
+connection to it can be made, whoever tried, or when `_FAILURES_TO_DOWN` checks in a row have failed: a busy engine may be
+late once. A request that broke has the engine checked at once.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class HealthChecks:
                 asyncio.timeout(self._deadline_s),
                 self._session.get(engine.url + self._path, allow_redirects=False) as response,
             ):
-                if response.status == HTTPStatus.OK:
+                if response.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                     self._up(engine)
                 else:
                     self._failed(engine, f"{self._path} answered {response.status}")

@@ -42,7 +42,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8080
     max_lead: int = 8
-    prefix_bytes: int = 64 << 20
+    prefix_bytes: int = 16 << 20
     prefix_expiry_s: float = 600.0
     health_path: str = "/v1/models"
     health_interval_s: float = 1.0

@@ -255,6 +255,32 @@ def test_an_engine_that_is_silent_is_told_as_a_timeout_and_not_asked_again() -> 
         assert sum(engine.state["requests"] for engine in engines) == 1
 
 
+class Health(OpenAIServer):
+    """Its health path answers what it is told to."""
+
+    status = 200
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.status)
+
+
+def test_an_engine_is_down_after_three_checks_that_failed_and_one_that_wants_a_key_is_up() -> None:
+    server = Health()
+    server.status = 401
+    with serving(server) as engine, routing(engine.url, health_interval_s=0.05) as router:
+        assert router.ready["engines"][engine.url]["up"]
+        server.status = 500
+        wait_until(lambda: not router.ready["ready"], "it is down")
+        refused = call(router.url, CHAT, chat("hello"))
+        server.status = 200
+        wait_until(lambda: router.ready["ready"], "it is up again")
+        assert call(router.url, CHAT, chat("hello")).status == 200
+
+    assert refused.status == 503
+    assert "/v1/models answered 500" in refused.error["message"]
+    assert len(server.bodies) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "body", "headers", "status"),
     [
