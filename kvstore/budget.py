@@ -20,6 +20,7 @@ class WriteBudget:
         self._filled_s: float | None = None
         self._wall_offset_s = 0.0
         self._written: dict[int, int] = {}  # by hour since the epoch
+        self.written_bytes = 0  # since our start
 
     def start(self, written: Mapping[int, int], wall_offset_s: float) -> None:
         """What was written in which hour (since the epoch) before a restart; `now_s + wall_offset_s` is the time of day."""
@@ -41,10 +42,16 @@ class WriteBudget:
 
     def spend(self, nbytes: int, now_s: float) -> None:
         """A write of `nbytes` begins."""
+        self.written_bytes += nbytes
         self._tokens -= nbytes
         if self._bytes_per_day:
             hour = self._hour(now_s)
             self._written[hour] = self._written.get(hour, 0) + nbytes
+
+    def day_bytes(self, now_s: float) -> int:
+        """What counts against a day's worth now; 0 where there is no such limit."""
+        self._settle(self._hour(now_s))
+        return sum(self._written.values())
 
     def _settle(self, hour: int) -> None:
         """Leave out what is older than a day. What a clock that was ahead then put into hours to come counts as written now:

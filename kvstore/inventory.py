@@ -51,6 +51,7 @@ class Inventory:
         self._watchers = [self.policy]
         self._release = release or self._free
         self._on_event = on_event
+        self.removed = dict.fromkeys(RemovalReason, (0, 0))  # blocks and bytes since start
         if upper is not None:
             upper.rely_on(self.table, self.policy)
 
@@ -257,6 +258,10 @@ class Inventory:
             yield BlockStored(entry.namespace, self.table.tier, parent_hash, hashes, nbytes)
 
     def _emit_removed(self, entry: Namespace, hashes: tuple[bytes, ...], reason: RemovalReason) -> None:
-        if self._on_event is not None and hashes:
-            nbytes = len(hashes) * entry.spec.block_nbytes
+        if not hashes:
+            return
+        nbytes = len(hashes) * entry.spec.block_nbytes
+        num_blocks, total_nbytes = self.removed[reason]
+        self.removed[reason] = num_blocks + len(hashes), total_nbytes + nbytes
+        if self._on_event is not None:
             self._on_event(BlockRemoved(entry.namespace, self.table.tier, hashes, nbytes, reason))

@@ -222,6 +222,10 @@ class LeaseTable:
         if not entry.leases:
             del self._instances[lease.holder.instance]
 
+    def find_any(self, lease_id: int) -> Lease | None:
+        """Whoever holds it, live or expired."""
+        return self._leases.get(lease_id)
+
     def is_live(self, lease: Lease) -> bool:
         """Whether it has rights."""
         return not lease.expired and self._leases.get(lease.lease_id) is lease

@@ -35,6 +35,7 @@ from kvstore.costs import LoadCost, TierQuote
 from kvstore.eviction import LeafLru
 from kvstore.index import MORTAL, NO_PARENT, BlockIndex, Namespace, Rows, grown
 from kvstore.inventory import Inventory
+from kvstore.meters import Meters
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
 from kvstore.tier_speed import TierSpeed
 
@@ -98,6 +99,24 @@ class _Flight(NamedTuple):
     nbytes: int  # of the slot
 
 
+class BudgetFigures(NamedTuple):
+    """What was written, against what may be; limits of 0: none. Named as in WriteBudget (kvstore.proto)."""
+
+    policy: str
+    bytes_per_s: int
+    bytes_per_day: int
+    written_bytes: int
+    day_bytes: int
+
+
+class QueueDepth(NamedTuple):
+    """Something that waits, and the most that may; 0: no limit of its own."""
+
+    queue: str
+    length: int
+    limit: int
+
+
 class Spill:
     """The moves between `pinned` and the drives. Loop thread only; counts into `counters`.
 
@@ -119,7 +138,9 @@ class Spill:
         give_up: Callable[[int], None],
         is_wanted: Callable[[int], bool],
         on_event: Callable[[Event], None] | None,
+        meters: Meters,
     ) -> None:
+        self._meters = meters
         self._index: BlockIndex = pinned.index
         self.pinned = pinned
         self.nvme = Inventory(TIERS[1], self._index, slots, LeafLru, on_event, upper=pinned, release=self._retire)
@@ -141,6 +162,7 @@ class Spill:
         ] = {}  # likewise, by the row of an ancestor that is not stored yet
         self._num_behind = 0
         self._flights: dict[int, _Flight] = {}
+        self._ordered_s: dict[int, float] = {}  # of flights that were handed out
         self._reads: dict[int, int] = {}  # by row: the move that brings it
         self._num_moves = 0
         self._writing_bytes = 0
@@ -252,6 +274,22 @@ class Spill:
             found &= ~np.isin(table.offset[rows] >> DRIVE_SHIFT, list(self._unreadable_until_s))
         return found
 
+    def budget(self, now_s: float) -> BudgetFigures:
+        """What was written, against what may be."""
+        name, per_s, per_day = self._policy
+        return BudgetFigures(name, per_s, per_day, self._budget.written_bytes, self._budget.day_bytes(now_s))
+
+    def queues(self) -> list[QueueDepth]:
+        """What waits for the drives."""
+        num_reads = len(self._reads)
+        return [
+            QueueDepth("write_backlog", len(self._backlog), MAX_WRITE_BACKLOG_BLOCKS),
+            QueueDepth("writes_behind_parent", self._num_behind, MAX_WRITE_BACKLOG_BLOCKS),
+            QueueDepth("drive_reads", num_reads, 0),
+            QueueDepth("drive_writes", len(self._flights) - num_reads, 0),
+            QueueDepth("drive_removals", len(self._retired), 0),
+        ]
+
     # --- what happens in RAM --------------------------------------------------------------------------------------------
 
     def on_stored(self, rows: Rows) -> None:
@@ -318,6 +356,7 @@ class Spill:
         if self._backlog and self.active:
             self._begin_writes(now_s)
         for move in self._moves:
+            self._ordered_s[move.move_id] = now_s
             if move.urgency is not Urgency.WRITE:
                 self.speed.ordered(move.record.nbytes, now_s)
         orders = Orders(
@@ -356,6 +395,11 @@ class Spill:
     def finish_move(self, done: MoveDone, now_s: float) -> int:
         """A move has ended; which row it moved."""
         flight = self._flights.pop(done.move_id)
+        ordered_s = self._ordered_s.pop(done.move_id)
+        if done.problem is None:
+            nbytes = self._index.namespace_of(flight.row).spec.block_nbytes
+            direction = "write" if flight.urgency is Urgency.WRITE else "read"
+            self._meters.transfer(TIERS[1], direction, nbytes, now_s - ordered_s)
         if flight.urgency is Urgency.WRITE:
             self._writing_bytes -= flight.nbytes
             self._finish_write(flight, done, now_s)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvstore.borrowing import NO_FETCHES, Borrowing, FetchOrders, Locator, Offer, PeerFigures
 from kvstore.core.blocks import NO_SLOTS, Holder, KeyStatus, SlotArrays
 from kvstore.core.errors import LeaseExpired, LeaseRefused, Overloaded, ProtocolError, SpecMismatch, UnknownLease
-from kvstore.core.events import BlockStored, Event
+from kvstore.core.events import BlockRemoved, BlockStored, Event, RemovalReason
 from kvstore.core.keys import KVSpec, differing_fields
 from kvstore.core.limits import (
     MAX_KEYS_PER_CALL,
@@ -31,9 +31,11 @@ from kvstore.index import KEPT, NO_PARENT, NO_ROWS, BlockIndex, Namespace, Rows
 from kvstore.inspection import Inspector
 from kvstore.inventory import Inventory
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
+from kvstore.meters import Meters
 from kvstore.pins import Pins
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
-from kvstore.spill import Orders, RestoredBlocks, Spill, SpillPolicy
+from kvstore.removed_keys import DAMAGED, DECLINED, DROPPED, EVICTED, RemovedKeys
+from kvstore.spill import BudgetFigures, Orders, QueueDepth, RestoredBlocks, Spill, SpillPolicy
 from kvstore.tiers.striped import StripedSlots
 
 MAX_NEAR_MISSES = 8
@@ -44,6 +46,7 @@ _PROBE_BYTES = 2 << 20  # read to learn how fast a drive is now
 
 _HELD = (WRITING, READY, ARRIVING)
 _STATUS = {int(status): status for status in KeyStatus}  # KeyStatus(number) takes ten times as long
+_REMOVALS = {RemovalReason.EVICTED: EVICTED, RemovalReason.DROPPED: DROPPED, RemovalReason.DAMAGED: DAMAGED}
 _MAX_COMPARED = 64  # candidates for them whose fields are compared, some 4 us each
 
 
@@ -60,6 +63,18 @@ class TierStats(NamedTuple):
     free_bytes: int
     ready_blocks: int
     quarantined_bytes: int = 0
+    writing_blocks: int = 0
+    leaving_blocks: int = 0
+
+
+class Removals(NamedTuple):
+    """Blocks that left a tier since start. Named as in kvstore.proto."""
+
+    tier: str
+    policy: str  # that chose them; "" where none did
+    reason: str
+    num_blocks: int
+    nbytes: int
 
 
 class StoreStats(NamedTuple):
@@ -96,8 +111,11 @@ class Store:
     ) -> None:
         """`directory` says what other nodes hold; None: there are none."""
         self._index = BlockIndex(first_sequence=first_sequence)
+        self.meters = Meters()
+        self._removed = RemovedKeys()
+        self._on_event = on_event
         self._counters = new_counters()
-        self._blocks = Inventory(TIERS[0], self._index, pinned, make_policy, on_event)
+        self._blocks = Inventory(TIERS[0], self._index, pinned, make_policy, self._heard)
         self._spill = Spill(
             self._blocks,
             StripedSlots(()) if nvme is None else nvme,
@@ -105,13 +123,19 @@ class Store:
             counters=self._counters,
             give_up=self._give_up,
             is_wanted=self._is_wanted,
-            on_event=on_event,
+            on_event=self._heard,
+            meters=self.meters,
         )
         self._has_drives = nvme is not None
         self._borrowing: Borrowing | None = None
         if directory is not None:
             self._borrowing = Borrowing(
-                self._blocks, directory, counters=self._counters, give_up=self._give_up, is_wanted=self._is_wanted
+                self._blocks,
+                directory,
+                counters=self._counters,
+                give_up=self._give_up,
+                is_wanted=self._is_wanted,
+                meters=self.meters,
             )
         self._pins = Pins(self._index)
         self._limbo_fraction = limbo_fraction
@@ -173,6 +197,22 @@ class Store:
         self._counters["hit_blocks_total"] += len(tiers)
         self._counters["miss_blocks_total"] += len(keys) - len(tiers)
         return Match(len(tiers), tiers)
+
+    def why_missing(self, namespace: bytes, keys: Sequence[bytes]) -> dict[str, int]:
+        """Why `keys`, those of a sequence behind what Match found, cannot be read: how many for which reason of usage.MISSES."""
+        entry = self._namespace(namespace)
+        rows = self._index.find_all(entry, keys)
+        known = rows != NO_PARENT
+        if not known.any():
+            return self._removed.count(namespace, keys)
+        pinned, nvme = self._blocks.table.state[rows], self._spill.nvme.table.state[rows]
+        writing = known & (pinned == WRITING)
+        held = known & ~writing & ((pinned == READY) | (pinned == ARRIVING) | self._spill.readable(rows))
+        unreadable = known & ~writing & ~held & (nvme == READY)
+        gone = np.flatnonzero(~(writing | held | unreadable)).tolist()
+        counts = {"being_written": writing, "behind_gap": held, "unreadable": unreadable}
+        reasons = {reason: found for reason, rows in counts.items() if (found := int(np.count_nonzero(rows)))}
+        return {**reasons, **self._removed.count(namespace, [keys[i] for i in gone])}
 
     def prefetch(self, namespace: bytes, keys: Sequence[bytes], first_needed: int, now_s: float) -> Prefetch:
         """Bring the readable prefix from block `first_needed` on to RAM, as far as there is room. Owns nothing."""
@@ -325,6 +365,7 @@ class Store:
         statuses[:end] = KeyStatus.HELD
         statuses[wanted] = KeyStatus.GRANTED
         self._count_reserve(len(wanted), end, len(keys), reason)
+        self._removed.add(namespace, keys[end:], DECLINED)
         if not len(wanted):
             return WriteGrant(0, now_s, _statuses(statuses.tobytes()), NO_SLOTS, entry.spec.block_nbytes, reason)
         lease = self._grant(holder, LeaseKind.WRITE, request_id, request, entry, rows[wanted], expiry_s(ttl_s, now_s))
@@ -353,6 +394,9 @@ class Store:
         self._blocks.discard(dropped)
         self._spill.on_stored(written)
         self._counters["stored_blocks_total"] += len(written)
+        if len(written):
+            nbytes = len(written) * self._index.namespace_of(int(written[0])).spec.block_nbytes
+            self.meters.transfer(TIERS[0], "write", nbytes, None)
         if not lease.pending.any():
             self._leases.end(lease)
         return len(written)
@@ -402,6 +446,11 @@ class Store:
         self._end(lease)
         if expired:
             raise LeaseExpired(f"lease_id: {lease_id} had expired; its end is confirmed now", lease_id=lease_id)
+
+    def num_awaited(self, lease_id: int) -> int:
+        """Blocks of a lease that have not come yet."""
+        lease = self._leases.find_any(lease_id) if self._waiting else None
+        return 0 if lease is None else sum(row in self._waiting for row in lease.rows[lease.pending].tolist())
 
     def release(self, holder: Holder, lease_id: int, now_s: float) -> None:
         """The same as abort: readers say release, writers say abort, both mean it alike."""
@@ -592,6 +641,42 @@ class Store:
         tables = (self._blocks.table, self._spill.nvme.table) if self._has_drives else (self._blocks.table,)
         return Inspector(self._index, tables, self._leases)
 
+    def removals(self) -> list[Removals]:
+        """What left which tier, why, and by whose choice."""
+        tiers = (self._blocks, self._spill.nvme) if self._has_drives else (self._blocks,)
+        return [
+            Removals(
+                tier.table.tier,
+                _policy_name(tier.policy) if reason is RemovalReason.EVICTED else "",
+                reason.value,
+                *tier.removed[reason],
+            )
+            for tier in tiers
+            for reason in RemovalReason
+        ]
+
+    def queues(self) -> list[QueueDepth]:
+        """What waits, and how much may."""
+        depths = self._spill.queues() if self._has_drives else []
+        if self._borrowing is not None:
+            depths.append(QueueDepth("peer_fetches", self._borrowing.num_in_flight, 0))
+        return depths
+
+    def write_budget(self, now_s: float) -> BudgetFigures | None:
+        """Of the drives, where there are any."""
+        return self._spill.budget(now_s) if self._has_drives else None
+
+    def held_by_tenant(self) -> dict[str, dict[str, int]]:
+        """READY bytes, by slot, in each tier."""
+        held: dict[str, dict[str, int]] = {}
+        for tier in (self._blocks, self._spill.nvme) if self._has_drives else (self._blocks,):
+            for entry in self._index.namespaces:
+                if num_blocks := tier.num_ready(entry):
+                    of_tenant = held.setdefault(entry.tenant, {})
+                    name = tier.table.tier
+                    of_tenant[name] = of_tenant.get(name, 0) + num_blocks * entry.slot_nbytes
+        return held
+
     def check(self) -> None:
         """Every invariant of every part, and those that no part sees alone. O(everything); for tests and `kvstore check`."""
         self._index.check()
@@ -621,6 +706,13 @@ class Store:
         assert limbo_bytes == self._blocks.slots.limbo_bytes
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _heard(self, event: Event) -> None:
+        """An event of a tier: why a block went is remembered, and others hear of it."""
+        if isinstance(event, BlockRemoved):
+            self._removed.add(event.namespace, event.hashes, _REMOVALS[event.reason])
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _namespace(self, namespace: bytes) -> Namespace:
         entry = self._index.find_namespace(namespace)
@@ -879,7 +971,15 @@ def _tier_stats(tier: Inventory, quarantined_bytes: int) -> TierStats:
         slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes,
         table.num_blocks(READY),
         quarantined_bytes,
+        table.num_blocks(WRITING) + table.num_blocks(ARRIVING),
+        table.num_blocks(LEAVING),
     )
+
+
+def _policy_name(policy: EvictionPolicy) -> str:
+    """LeafLru: leaf_lru."""
+    name = type(policy).__name__
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
 def _of_lease(lease: Lease, keys: Sequence[bytes]) -> NDArray[np.bool_]:

@@ -520,11 +520,11 @@ def test_stats_add_up_whatever_state_blocks_are_in():
     small.finish([b], MoveProblem.EIO)
     small.store.drop(small.namespace, small.keys("e"))
     small.finish(rest[:1])
-    assert small.nvme()[1:] == (2 * SEGMENT, 2 * PAGE, PAGE, 2 * PAGE, 0, 26 * PAGE, 2, PAGE)
+    assert small.nvme()[1:] == (2 * SEGMENT, 2 * PAGE, PAGE, 2 * PAGE, 0, 26 * PAGE, 2, PAGE, 1, 2)
     small.finish(rest[1:])
-    assert small.nvme()[1:] == (2 * SEGMENT, 3 * PAGE, 0, 0, 2 * PAGE, 26 * PAGE, 3, PAGE)
+    assert small.nvme()[1:] == (2 * SEGMENT, 3 * PAGE, 0, 0, 2 * PAGE, 26 * PAGE, 3, PAGE, 0, 0)
     small.settle()
-    assert small.nvme()[1:] == (2 * SEGMENT, 3 * PAGE, 0, 0, 0, 28 * PAGE, 3, PAGE)
+    assert small.nvme()[1:] == (2 * SEGMENT, 3 * PAGE, 0, 0, 0, 28 * PAGE, 3, PAGE, 0, 0)
     assert small.nvme().name == "nvme"
     assert small.store.stats().num_blocks == 4
 
