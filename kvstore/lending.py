@@ -26,6 +26,9 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.lease_gate import LeaseGate
 from kvstore.transport.link import LEASE_NBYTES
 
+MAX_WAITING_LOANS = 6
+"""Calls that wait for an owner's drives; the other threads that serve calls answer what nobody has to wait for."""
+
 
 class Lender:
     """Makes loans out of leases, on the thread of the call that wants one."""
@@ -37,14 +40,15 @@ class Lender:
         self._generations = generations
         self._gate = gate
         self._clock = clock
+        self._places = threading.BoundedSemaphore(MAX_WAITING_LOANS)
         self._lock = threading.Lock()
         self._loans: dict[int, tuple[bytes, float]] = {}  # by lease: what readers show, and its end
 
     def lend(
         self, acquire: Callable[[], ReadGrant], release: Callable[[int], None], first_needed: int, deadline_s: float
     ) -> pb.LendReply:
-        """`acquire` and `release` run on the loop and are waited for. What is not in RAM by the deadline is not lent; its blocks
-        are on their way all the same, for whoever asks next."""
+        """`acquire` and `release` run on the loop and are waited for. What is not in RAM by the deadline (or now, if
+        enough others wait) is not lent; its blocks are on their way all the same, for whoever asks next."""
         until_s = self._clock.now_s() + deadline_s
         grant = acquire()
         extents = self._there(grant, until_s)
@@ -83,6 +87,14 @@ class Lender:
 
     def _there(self, grant: ReadGrant, until_s: float) -> list[Extent]:
         """The granted slots whose bytes are there, up to the first that does not come in time."""
+        may_wait = self._places.acquire(blocking=False)
+        try:
+            return self._wait(grant, until_s if may_wait else 0.0)
+        finally:
+            if may_wait:
+                self._places.release()
+
+    def _wait(self, grant: ReadGrant, until_s: float) -> list[Extent]:
         there: list[Extent] = []
         pause_s = ARRIVAL_POLL_S[0]
         for extent in grant.extents:

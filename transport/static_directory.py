@@ -26,7 +26,7 @@ MAX_CHUNK_BYTES = 1 << 20
 FETCH_THREADS = 8
 """Peers asked at once. One that hangs keeps its thread for a deadline in every pause of its backoff."""
 
-BACKOFF_S = (0.2, 5.0)
+BACKOFF_S = (0.2, 2.0)
 """First and longest pause before a peer that failed is asked again; doubles in between, with jitter."""
 
 

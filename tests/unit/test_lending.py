@@ -12,7 +12,7 @@ from kvstore.core.blocks import Extent, Holder
 from kvstore.core.clock import ManualClock, MonotonicClock
 from kvstore.core.errors import UnknownLease
 from kvstore.core.plans import ReadGrant
-from kvstore.lending import Lender
+from kvstore.lending import MAX_WAITING_LOANS, Lender
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.lease_gate import LeaseGate
 
@@ -152,6 +152,33 @@ def test_blocks_that_do_not_come_in_time_are_not_lent() -> None:
     table[first] -= np.uint64(1)
     assert owner.lender.lend(lambda: grant, owner.release, 0, 0.02) == pb.LendReply()
     assert owner.released == [grant.lease_id]
+
+
+def test_so_many_calls_wait_for_drives_and_others_are_answered_at_once() -> None:
+    owner = Owner()
+    owner.small.put(ANNA, "abc")
+    owner.lender = Lender(owner.memory, owner.small.generations, owner.gate, MonotonicClock())
+    grant = owner.acquire("abc")
+    place = grant.extents[1].offset // PAGE
+    owner.small.generations[place] -= np.uint64(1)
+    replies: list[pb.LendReply] = []
+
+    def lend() -> None:
+        replies.append(owner.lender.lend(lambda: grant, owner.release, 0, 5.0))
+
+    threads = [threading.Thread(target=lend) for _ in range(MAX_WAITING_LOANS)]
+    for thread in threads:
+        thread.start()
+    while owner.lender._places._value:
+        time.sleep(0.001)
+    started_s = time.monotonic()
+    lend()
+    assert time.monotonic() - started_s < 2.0
+    assert [reply.num_blocks for reply in replies] == [1]
+    owner.small.generations[place] += np.uint64(1)
+    for thread in threads:
+        thread.join()
+    assert [reply.num_blocks for reply in replies] == [1] + [3] * MAX_WAITING_LOANS
 
 
 def test_a_block_that_comes_while_the_lender_waits_is_lent() -> None:
