@@ -130,7 +130,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     events_replay: Annotated[str, _doc("address at which missed events are asked for; empty: no")] = ""
     events_topic: Annotated[str, _doc("topic that events are published under")] = ""
-    metrics_port: Annotated[int, _doc("port of /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)] = 0
+    metrics_port: Annotated[int, _doc("port of the dashboard (/), /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
     log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
 

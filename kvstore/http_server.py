@@ -2,27 +2,39 @@
 
 /metrics   for Prometheus
 /healthz   200 while the brain loop answers
+/          the dashboard, with /web/... and /api/... (kvstore/dashboard.py)
 /readyz    the same as JSON, with the state of each tier and drive. A drive that is degraded or off is told, and takes
            nothing from our being ready: engines are served from what is left
 """
 
 import errno
+import gzip
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.dashboard import Answer, Dashboard
 from kvstore.metrics import StatsCollector, tier_state
 from kvstore.proto import kvstore_pb2 as pb
 
 _REQUEST_DEADLINE_S = 10.0
+_GZIP_FROM_BYTES = 1400  # what fits a packet is sent as it is
+_GZIP_LEVEL = 5
+_BROWSER_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 _HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -38,8 +50,11 @@ class HttpServer:
     """Serves on `host:port` from `start` to `stop`. `snapshot` is asked once for each request, on the request's thread; it
     raises a KVStoreError when the brain loop does not answer."""
 
-    def __init__(self, host: str, port: int, snapshot: Callable[[], pb.StatsReply]) -> None:
+    def __init__(
+        self, host: str, port: int, snapshot: Callable[[], pb.StatsReply], dashboard: Dashboard | None = None
+    ) -> None:
         self._host, self._port = host, port
+        self._dashboard = dashboard
         self._snapshot = snapshot
         self._registry = CollectorRegistry()
         self._registry.register(StatsCollector(snapshot))
@@ -57,6 +72,7 @@ class HttpServer:
 
         class Handler(_Handler):
             routes = pages
+            dashboard = self._dashboard.pages() if self._dashboard else {}
 
         family, address = self._resolve()
 
@@ -125,14 +141,20 @@ def _readiness(tier: pb.TierStats) -> dict[str, object]:
 class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_DEADLINE_S
     routes: dict[str, Callable[[], Page]]
+    dashboard: dict[str, Callable[[Mapping[str, str]], Answer]]
 
     def do_GET(self) -> None:
         """One of the routes, 404, or 503 when the brain loop does not answer."""
-        route = self.routes.get(self.path.partition("?")[0])
-        if route is None:
+        path, _, query = self.path.partition("?")
+        route, view = self.routes.get(path), self.dashboard.get(path)
+        if route is None and view is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         try:
+            if route is None:
+                assert view is not None
+                self._send_to_browser(view(dict(parse_qsl(query))))
+                return
             page = route()
         except KVStoreError as err:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, err.message)
@@ -142,6 +164,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(page.body)))
         self.end_headers()
         self.wfile.write(page.body)
+
+    def _send_to_browser(self, answer: Answer) -> None:
+        body = answer.body
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", answer.content_type)
+        if len(body) >= _GZIP_FROM_BYTES and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, _GZIP_LEVEL, mtime=0)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "max-age=300" if answer.static else "no-store")
+        self.send_header("Vary", "Accept-Encoding")
+        for name, value in _BROWSER_HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Scrapes are no news."""

@@ -16,7 +16,7 @@ import click
 @click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
 def explain(*, request_id: str, last: int, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Say why requests fetched or computed their prefixes: one request, by the id that its engine gave it, or the last ones."""
-    from kvstore.cli.fields import fields_of
+    from kvstore.fields import fields_of
     from kvstore.client import Client
     from kvstore.proto import kvstore_pb2 as pb
 

@@ -1,5 +1,7 @@
-"""Protobuf messages as JSON values: every field under its own name, numbers as numbers, bytes in hex."""
+"""Protobuf messages as JSON values: every field under its own name, numbers as numbers (null
+where they are not finite), bytes in hex."""
 
+import math
 from typing import Any
 
 from google.protobuf.message import Message
@@ -24,4 +26,6 @@ def _value(message: Message, field: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, Message):
         return fields_of(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such numbers
     return value.hex() if isinstance(value, bytes) else value
