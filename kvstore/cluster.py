@@ -29,7 +29,7 @@ from kvstore.peer_mover import PeerMover
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
 from kvstore.transport.block_log import Cursor
-from kvstore.transport.directory import Directory, Holding, LinkDescriptor, Node
+from kvstore.transport.directory import Directory, DirectoryFigures, Holding, LinkDescriptor, Node
 from kvstore.transport.lease_gate import LeaseGate
 from kvstore.transport.link import Endpoint
 from kvstore.transport.static_directory import PeerAnswer, StaticDirectory
@@ -64,6 +64,7 @@ class Cluster:
             config.node_id or socket.gethostname(), secrets.token_bytes(16), self.secret, _credentials(config)
         )
         self._gate = LeaseGate(clock)
+        self.opened_s = clock.now_s()
         self.lender = Lender(arena.memory, arena.generations, self._gate, clock)
         self._endpoints: list[Endpoint] = []
         self._questions: dict[str, PeerControl] = {}  # to peers of a static list; directory threads only
@@ -144,6 +145,10 @@ class Cluster:
     def locate(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[Holding]:
         """Who else has how much of a prefix, farthest first."""
         return self.directory.locate(namespace, keys)
+
+    def figures(self) -> DirectoryFigures | None:
+        """Of the directory; None before it is open."""
+        return None if self._directory is None else self._directory.figures()
 
     def digest(self, body: bytes) -> bytes:
         """Answer a peer's question of what we hold (Digest). Any thread. Raises RemoteProtocolError."""
@@ -238,7 +243,12 @@ class Cluster:
 class NoCluster:
     """A node on its own."""
 
+    def figures(self) -> DirectoryFigures | None:
+        """No directory."""
+        return None
+
     secret = b""
+    opened_s = 0.0
 
     def on_event(self, event: Event) -> None:
         """Nobody to tell."""

@@ -41,8 +41,10 @@ from kvstore.peer_control import proof as peer_proof
 from kvstore.plan_messages import outcome_name, read_samples, read_wish, record_reply
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions
+from kvstore.stats_reply import stats_reply
 from kvstore.store import Store
 from kvstore.transport.frames import Verb
+from kvstore.usage import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
 MAX_TENANT_BYTES = 256
 MAX_RANK = 65535
-_NVME = TIERS[1]
+_PINNED = TIERS[0]
 _MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
 _U64_NBYTES = 8
 _DEFAULT_EXPLAINED = 10
@@ -110,6 +112,7 @@ class Dispatcher:
         self._mover = mover or NoMover()
         self._cluster = cluster or NoCluster()
         self.advisor = Advisor()
+        self.usage = Usage()
         self._started_s = clock.now_s()
         self.counters: Counter[str] = Counter()
         self._routes = {
@@ -179,10 +182,14 @@ class Dispatcher:
         route = self._routes.get(verb)
         if route is None:
             raise wrong("verb", "Hello", "it is said once, as the first frame of a connection")
-        self.counters[f"calls_{verb.name.lower()}_total"] += 1
-        route.who(session)
-        reply = route.handler(session, request)
-        self.pump()
+        name, started_s = verb.name.lower(), self._clock.now_s()
+        self.counters[f"calls_{name}_total"] += 1
+        try:
+            route.who(session)
+            reply = route.handler(session, request)
+            self.pump()
+        finally:
+            self._store.meters.rpc(name, self._clock.now_s() - started_s)
         return reply
 
     def pump(self) -> None:
@@ -219,6 +226,8 @@ class Dispatcher:
             now_s,
             borrow=False,
         )
+        if grant.lease_id:
+            self._store.meters.transfer("peer", "write", len(grant.slots.offsets) * grant.block_nbytes, None)
         self._on_leases_changed()
         self.pump()
         return grant
@@ -249,35 +258,20 @@ class Dispatcher:
 
     def stats(self) -> pb.StatsReply:
         """A snapshot for tools and metrics."""
-        stats = self._store.stats()
-        drives = [
-            pb.DriveStats(
-                path=str(drive.path), state=drive.state, reason=drive.reason, capacity_bytes=drive.capacity_bytes
-            )
-            for drive in self._mover.drives()
-        ]
         now_s = self._clock.now_s()
-        peers = [
-            pb.PeerStats(
-                node_id=node.node_id,
-                address=node.control_address,
-                links=kinds,
-                **self._store.peer_figures(node.node_id, now_s)._asdict(),
-            )
-            for node, kinds in self._cluster.nodes()
-        ]
-        return pb.StatsReply(
+        return stats_reply(
+            self._store,
+            self.usage,
+            self.advisor,
+            self._mover,
+            self._cluster,
+            self.counters,
+            now_s,
             boot_id=self._boot_id,
-            server_version=__version__,
             uptime_s=now_s - self._started_s,
-            tiers=[pb.TierStats(**tier._asdict(), drives=drives if tier.name == _NVME else ()) for tier in stats.tiers],
-            num_blocks=stats.num_blocks,
-            num_namespaces=stats.num_namespaces,
             num_sessions=len(self._sessions),
-            num_leases=stats.num_leases,
-            counters={**stats.counters, **self._mover.counters(), **self.counters},
-            seconds=self.advisor.seconds,
-            peers=peers,
+            arena_nbytes=self._arena.nbytes,
+            faulted_nbytes=self._arena.faulted_nbytes,
         )
 
     # --- verbs --------------------------------------------------------------------------------------------------------
@@ -291,8 +285,26 @@ class Dispatcher:
         match = self._store.match(request.namespace, keys, now_s)
         reply = pb.MatchReply(num_blocks=match.num_blocks, tiers=match.tiers, boot_id=self._boot_id)
         if wish is not None:
-            self._plan(session, request.namespace, keys, wish, match, now_s, reply)
+            match = self._plan(session, request.namespace, keys, wish, match, now_s)
+            assert match.plan is not None
+            reply.plan.CopyFrom(pb.Plan(plan_id=match.plan_id, **match.plan._asdict()))
+        if session.holder.instance and session.role != pb.PEER:
+            self._count_match(session, request.namespace, keys, wish, match, now_s)
         return reply
+
+    def _count_match(  # noqa: PLR0917 - likewise
+        self,
+        session: Session,
+        namespace: bytes,
+        keys: list[bytes],
+        wish: MatchWish | None,
+        match: Match,
+        now_s: float,
+    ) -> None:
+        behind = keys[max(match.num_blocks, wish.first_needed if wish else 0) :]
+        missing = self._store.why_missing(namespace, behind) if behind else {}
+        block_tokens = self._store.spec(namespace).block_tokens
+        self.usage.matched(session.holder.instance, session.tenant, block_tokens, keys, match, missing, wish, now_s)
 
     def _plan(  # noqa: PLR0917 - the rest of _match
         self,
@@ -302,8 +314,7 @@ class Dispatcher:
         wish: MatchWish,
         match: Match,
         now_s: float,
-        reply: pb.MatchReply,
-    ) -> None:
+    ) -> Match:
         spec = self._store.spec(namespace)
         plan_id, plan = self.advisor.plan(
             session.holder.instance,
@@ -319,7 +330,7 @@ class Dispatcher:
         first = wish.first_needed + plan.num_blocks
         if first < match.num_blocks:
             self._store.probe(namespace, keys, first, now_s)
-        reply.plan.CopyFrom(pb.Plan(plan_id=plan_id, **plan._asdict()))
+        return match._replace(plan=plan, plan_id=plan_id)
 
     def _acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
         keys = self._keys(session, request.namespace, request.keys)
@@ -340,6 +351,17 @@ class Dispatcher:
         self._on_leases_changed()
         if request.plan_id:
             self.advisor.granted(request.plan_id, session.holder.instance, grant.lease_id)
+        self.usage.acquired(
+            session.holder.instance,
+            session.tenant,
+            self._store.spec(request.namespace),
+            keys,
+            request.first_needed,
+            request.plan_id,
+            grant.lease_id,
+            grant.ready,
+            now_s,
+        )
         return pb.AcquireReply(
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
@@ -359,9 +381,13 @@ class Dispatcher:
     def _release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         check_enum("outcome", request.outcome, _OUTCOMES)
         check_duration("seconds", request.seconds)
-        self.advisor.released(
-            request.lease_id, outcome_name(request.outcome, request.num_loaded), request.num_loaded, request.seconds
+        outcome = outcome_name(request.outcome, request.num_loaded)
+        self.advisor.released(request.lease_id, outcome, request.num_loaded, request.seconds)
+        loaded_nbytes = self.usage.released(
+            request.lease_id, outcome, request.num_loaded, request.seconds, self._store.num_awaited(request.lease_id)
         )
+        if loaded_nbytes:
+            self._store.meters.transfer(_PINNED, "read", loaded_nbytes, request.seconds or None)
         self._store.release(session.holder, request.lease_id, self._clock.now_s())
         return pb.ReleaseReply(boot_id=self._boot_id)
 

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvstore.core.keys import KVSpec
 from kvstore.core.limits import (
     LOAD_SETTLE_S,
     MAX_OPEN_REQUESTS,
@@ -94,6 +95,7 @@ class _Request:
     plan_id: int = 0
     last_key: bytes = b""
     lease_id: int = 0
+    block_nbytes: int = 0
 
     def miss(self, reason: str, num_blocks: int) -> None:
         if num_blocks > 0:
@@ -175,7 +177,7 @@ class Usage:
         self,
         instance: bytes,
         tenant: str,
-        block_tokens: int,
+        spec: KVSpec,
         keys: list[bytes],
         first_needed: int,
         plan_id: int,
@@ -188,7 +190,7 @@ class Usage:
             return  # the same call again
         request = self._taken_up(instance, keys, plan_id)
         if request is None:
-            request = self._unmatched(instance, tenant, block_tokens, len(keys), first_needed, granted, now_s)
+            request = self._unmatched(instance, tenant, spec.block_tokens, len(keys), first_needed, granted, now_s)
         else:
             self._forget(request)
             self._narrow(request, first_needed, len(keys))
@@ -197,16 +199,17 @@ class Usage:
         if not lease_id:
             self._settle(request, {})
             return
-        request.lease_id, request.since_s = lease_id, now_s
+        request.lease_id, request.since_s, request.block_nbytes = lease_id, now_s, spec.block_nbytes
         self._loading[lease_id] = request
         if len(self._loading) > MAX_OPEN_REQUESTS:
             self._give_up(next(iter(self._loading.values())), "unknown")
 
-    def released(self, lease_id: int, outcome: str, num_loaded: int, seconds: float, num_awaited: int) -> None:
-        """A lease has ended; it need not be a reader's. `outcome` as in PlanRecord; `num_awaited` of its blocks had not come."""
+    def released(self, lease_id: int, outcome: str, num_loaded: int, seconds: float, num_awaited: int) -> int:
+        """A lease has ended; it need not be a reader's. `outcome` as in PlanRecord; `num_awaited` of its blocks had not come.
+        Bytes that were loaded."""
         request = self._loading.get(lease_id)
         if request is None:
-            return
+            return 0
         self._forget(request)
         num_granted = len(request.wanted)
         num_loaded = min(num_loaded, num_granted)
@@ -218,6 +221,7 @@ class Usage:
         loaded = request.wanted[num_granted - num_loaded :] if request.both_ends else request.wanted[:num_loaded]
         request.wanted = loaded
         self._settle(request, _tokens_by_tier(loaded, request.block_tokens))
+        return len(loaded) * request.block_nbytes
 
     def settle_old(self, now_s: float) -> None:
         """Requests that nobody took up, loads whose end was never told."""

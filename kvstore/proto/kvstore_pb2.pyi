@@ -697,6 +697,30 @@ class Prediction(_message.Message):
     ratio: float
     def __init__(self, kind: _Optional[str] = ..., num: _Optional[int] = ..., num_close: _Optional[int] = ..., ratio: _Optional[float] = ...) -> None: ...
 
+class DirectoryStats(_message.Message):
+    __slots__ = ("num_nodes", "num_entries", "table_nbytes", "own_blocks", "sent_bytes", "received_bytes", "failures", "resyncs", "dropped_updates", "age_s")
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    OWN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    num_nodes: int
+    num_entries: int
+    table_nbytes: int
+    own_blocks: int
+    sent_bytes: int
+    received_bytes: int
+    failures: int
+    resyncs: int
+    dropped_updates: int
+    age_s: float
+    def __init__(self, num_nodes: _Optional[int] = ..., num_entries: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., own_blocks: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., resyncs: _Optional[int] = ..., dropped_updates: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
 class Problem(_message.Message):
     __slots__ = ("problem", "subject", "reason")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -708,7 +732,7 @@ class Problem(_message.Message):
     def __init__(self, problem: _Optional[str] = ..., subject: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers", "usage", "tenants", "histograms", "queues", "removals", "write_budget", "predictions", "problems", "loop_lag_s", "num_expired_leases", "num_open_requests")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers", "usage", "tenants", "histograms", "queues", "removals", "write_budget", "predictions", "problems", "loop_lag_s", "num_expired_leases", "directory", "num_open_requests")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -744,6 +768,7 @@ class StatsReply(_message.Message):
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_S_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
@@ -766,8 +791,9 @@ class StatsReply(_message.Message):
     problems: _containers.RepeatedCompositeFieldContainer[Problem]
     loop_lag_s: float
     num_expired_leases: int
+    directory: DirectoryStats
     num_open_requests: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., removals: _Optional[_Iterable[_Union[Removals, _Mapping]]] = ..., write_budget: _Optional[_Union[WriteBudget, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[Problem, _Mapping]]] = ..., loop_lag_s: _Optional[float] = ..., num_expired_leases: _Optional[int] = ..., num_open_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., removals: _Optional[_Iterable[_Union[Removals, _Mapping]]] = ..., write_budget: _Optional[_Union[WriteBudget, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[Problem, _Mapping]]] = ..., loop_lag_s: _Optional[float] = ..., num_expired_leases: _Optional[int] = ..., directory: _Optional[_Union[DirectoryStats, _Mapping]] = ..., num_open_requests: _Optional[int] = ...) -> None: ...
 
 class ErrorReply(_message.Message):
     __slots__ = ("code", "message", "fields", "retryable", "boot_id")

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.core.keys import KVSpec
 from kvstore.core.limits import LOAD_SETTLE_S, MAX_OPEN_REQUESTS, REQUEST_SETTLE_S
 from kvstore.core.plans import FetchPlan, Match, MatchWish
 from kvstore.usage import MISSES, NO_TENANT, OTHER_TENANTS, Tenants, Usage
 
 ENGINE = b"engine one......"
-BLOCK = 16  # tokens
+SPEC = KVSpec(weights="w", num_layers=2, num_kv_heads=2, head_dim=64, dtype="float16")
+BLOCK = SPEC.block_tokens
 KEYS = [bytes([i]) * 16 for i in range(10)]
 
 
@@ -54,14 +56,15 @@ class Asking:
     def acquire(
         self, plan_id: int, lease_id: int, granted: int, *, first: int = 0, last: int = 10, now_s: float = 0.0
     ) -> None:
-        self.usage.acquired(ENGINE, "", BLOCK, KEYS[:last], first, plan_id, lease_id, b"\1" * granted, now_s)
+        self.usage.acquired(ENGINE, "", SPEC, KEYS[:last], first, plan_id, lease_id, b"\1" * granted, now_s)
         self.usage.check()
 
     def release(
         self, lease_id: int, outcome: str, num_loaded: int = 0, *, seconds: float = 0.1, awaited: int = 0
-    ) -> None:
-        self.usage.released(lease_id, outcome, num_loaded, seconds, awaited)
+    ) -> int:
+        nbytes = self.usage.released(lease_id, outcome, num_loaded, seconds, awaited)
         self.usage.check()
+        return nbytes
 
     @property
     def blocks(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -81,7 +84,7 @@ def asking() -> Asking:
 def test_a_load_counts_by_the_tier_that_each_block_lay_in(asking: Asking) -> None:
     plan_id = asking.match(bytes([0, 0, 0, 1, 1, 2, 2, 2]), take=8)
     asking.acquire(plan_id, 1, 8, last=8)
-    asking.release(1, "loaded", 8)
+    assert asking.release(1, "loaded", 8) == 8 * SPEC.block_nbytes
 
     assert asking.blocks == ({"pinned": 3, "nvme": 2, "peer": 3}, {"never_stored": 2})
     assert asking.usage.total.requested == 165
@@ -187,7 +190,7 @@ def test_an_acquire_without_a_match_counts(asking: Asking) -> None:
 
 def test_another_engine_cannot_take_up_the_plan(asking: Asking) -> None:
     plan_id = asking.match(bytes(10), take=10)
-    asking.usage.acquired(b"engine two......", "", BLOCK, KEYS, 0, plan_id, 1, b"\1" * 10, 0.0)
+    asking.usage.acquired(b"engine two......", "", SPEC, KEYS, 0, plan_id, 1, b"\1" * 10, 0.0)
     asking.usage.check()
 
     assert asking.usage.num_open == 2
