@@ -73,8 +73,7 @@ class ClusterRow:
         """In words."""
         if self.outcome in {"loaded", "partly"}:
             return " + ".join(f"{num_blocks} {tier}" for tier, num_blocks in self.tiers)
-        failed = f"{self.failed_blocks} failed, " if self.failed_blocks else ""
-        return failed + COMPUTED
+        return f"{self.failed_blocks} failed" if self.failed_blocks else COMPUTED
 
 
 def find_problems(rows: Sequence[ClusterRow], cases: Sequence[Case]) -> list[str]:

@@ -6,11 +6,12 @@ from rich.table import Table
 from kvstore.demo.cluster_outcome import ClusterRow
 from kvstore.demo.cluster_run import ClusterResult
 
-_COLUMNS = ("TTFT\ns", "prefilled", "own\npool", "fetched", "MB by\nlink")
+_COLUMNS = ("TTFT\ns", "prefilled", "own\npool", "fetched")
 
 CAPTION = (
     "TTFT: request in to first token out, inside the engine process. Where from: blocks by tier, as `kvstore explain` has "
-    "them. Output: against the first answer about the same document, which was computed."
+    "them; failed: asked of a node that was gone, then computed. Output: against the first answer about the same document, "
+    "which was computed."
 )
 
 
@@ -36,13 +37,11 @@ def make_table(result: ClusterResult) -> Table:
 
 def _cells(row: ClusterRow) -> tuple[str, ...]:
     answer = row.answer
-    nbytes = answer.fetched_bytes // max(1, answer.fetched_tokens // 16) * row.peer_blocks
     return (
         f"{answer.ttft_s:.3f}",
         f"{answer.prefilled_tokens:,}",
         f"{answer.local_cached_tokens:,}",
         f"{answer.fetched_tokens:,}",
-        f"{nbytes / 1e6:.1f}",
         row.source,
         row.sameness.how if row.sameness.same else f"[bold red]{row.sameness.how}[/bold red]",
     )

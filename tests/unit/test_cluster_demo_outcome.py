@@ -108,7 +108,7 @@ def test_a_row_says_where_its_blocks_came_from() -> None:
 
     assert made["peer_2"].source == "93 peer"
     assert made["cold_1"].source == COMPUTED
-    assert made["lost_2"].source == "93 failed, computed"
+    assert made["lost_2"].source == "93 failed"
 
 
 def test_rows_are_json_and_a_table() -> None:
