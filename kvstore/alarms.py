@@ -73,15 +73,6 @@ def _problems(now: pb.StatsReply) -> Iterator[Alarm]:
     for each in now.problems:
         level, title, advice = _PROBLEMS.get(each.problem, ("warning", each.problem.replace("_", " "), ""))
         yield Alarm(level, f"{title}: {each.subject}" if each.subject else title, each.reason, advice)
-    known = {each.subject for each in now.problems}
-    for drive in (drive for tier in now.tiers for drive in tier.drives):
-        if drive.state in ("degraded", "off") and drive.path not in known:
-            level, title, advice = _PROBLEMS["tier_degraded"]
-            yield Alarm(level, f"{title}: {drive.path}", f"{drive.state}: {drive.reason}", advice)
-    for peer in now.peers:
-        if peer.state == "suspect" and peer.node_id not in known:
-            level, title, advice = _PROBLEMS["peer_suspect"]
-            yield Alarm(level, f"{title}: {peer.node_id}", f"{peer.address} is left alone for a while.", advice)
 
 
 def _predictions(now: pb.StatsReply) -> Iterator[Alarm]:

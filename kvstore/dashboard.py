@@ -36,6 +36,7 @@ from kvstore.plan_log import PlanRecord
 from kvstore.plan_messages import record_reply
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.store import Store
+from kvstore.usage import MISSES
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,9 @@ class Dashboard:
         with self._lock:
             table = self._history.table(self._wall_s() - span_s - self._every_s)
             nbytes = self._history.nbytes
-        return _json({"span_s": span_s, "spans_s": _SPANS_S, "memory_bytes": nbytes, **table._asdict()})
+        return _json(
+            {"span_s": span_s, "spans_s": _SPANS_S, "memory_bytes": nbytes, "misses": MISSES, **table._asdict()}
+        )
 
     def _last_plans(self, _query: Mapping[str, str]) -> Answer:
         """One question to the loop a second at most, however many look."""

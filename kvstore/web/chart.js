@@ -37,7 +37,7 @@ export class Chart {
     const details = make("details", {}, make("summary", {}, "As a table"), make("div", { class: "scroll", tabindex: "0" }, this.table));
     details.addEventListener("toggle", () => this.drawTable());
     this.details = details;
-    figure.append(this.caption, this.legend, this.svg, this.when, details);
+    figure.append(this.caption, this.svg, this.legend, this.when, details);
     new ResizeObserver(() => this.draw()).observe(figure);
     this.svg.addEventListener("pointermove", event => this.point(event));
     this.svg.addEventListener("pointerleave", () => this.moveTo(null));
@@ -45,7 +45,7 @@ export class Chart {
     this.svg.addEventListener("keydown", event => this.key(event));
   }
 
-  // series: [{ label, color, values }], values as long as at
+  // series: [{ label, title, color, values }], values as long as at; a title says more of the label
   update(at, series) {
     this.data = { at, series };
     if (this.cursor !== null) this.cursor = Math.min(this.cursor, at.length - 1);
@@ -60,10 +60,10 @@ export class Chart {
     const first = at[0], last = at[at.length - 1];
     this.x = index => last > first ? width * (at[index] - first) / (last - first) : width;
     const y = value => TOP + plot * (1 - Math.min(value, top) / top);
-    const parts = [];
+    const parts = [], ticks = [];
     for (const share of [0, 0.5, 1]) {
       parts.push(make("svg:line", { class: share ? "grid" : "grid base", x1: 0, x2: width, y1: y(share * top), y2: y(share * top) }));
-      if (share) parts.push(make("svg:text", { class: "tick", x: 0, y: y(share * top) + (share === 1 ? 11 : -4) }, this.format(share * top)));
+      if (share) ticks.push(make("svg:text", { class: "tick", x: 0, y: y(share * top) + (share === 1 ? 11 : -4) }, this.format(share * top)));
     }
     if (last > first) {
       const num = Math.max(2, Math.min(6, Math.floor(width / 110)));
@@ -87,7 +87,7 @@ export class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     this.svg.setAttribute("width", width);
     this.svg.setAttribute("height", HEIGHT);
-    this.svg.replaceChildren(...parts, this.cross);
+    this.svg.replaceChildren(...parts, ...ticks, this.cross);
     this.width = width;
     this.tell();
     if (this.details.open) this.drawTable();
@@ -106,7 +106,7 @@ export class Chart {
 
   tell() {
     const { at, series } = this.data, index = this.cursor ?? at.length - 1;
-    const items = series.map(({ label, color, values }) => make("li", {},
+    const items = series.map(({ label, title, color, values }) => make("li", { title },
       make("span", { class: "swatch", vars: { "--c": color }, "aria-hidden": "true" }), make("span", { class: "name" }, label), " ",
       make("b", {}, this.format(values[index] ?? null))));
     this.legend.replaceChildren(...items);

@@ -16,12 +16,14 @@ const page = { now: null, table: { at_s: [], series: {} }, spanS: 600, historyAt
 const $ = id => document.getElementById(id);
 const body = id => document.querySelector(`#${id} > div`);
 const color = name => TIER_ORDER.includes(name) ? `var(--${name})` : "var(--other)";
-const REASONS = { never_stored: 1, evicted: 3, declined: 5, failed: 2, too_slow: 4, over_deadline: 6, dropped: 7 };
-const reasonColor = (reason, index) => `var(--r${REASONS[reason] ?? 1 + index % 7})`;
+// New prompts grey; room warm; decisions pink, violet, blue; trouble red.
+const REASONS = { never_stored: 1, tail: 8, being_written: 8, evicted: 3, declined: 5, not_granted: 5, dropped: 6, too_slow: 4, not_taken: 6, behind_gap: 6,
+  computed_first: 7, failed: 2, damaged: 2, unreadable: 2, over_deadline: 2, cancelled: 9, unknown: 9 };
+const reasonColor = (reason, index) => `var(--r${REASONS[reason] ?? 1 + index % 9})`;
 
 const charts = {
   hits: new Chart($("chart-hits"), { title: "Where requested tokens came from", note: "share of all, by tier", format: percent, stacked: true, max: 1, empty: "No request has ended in this time." }),
-  saved: new Chart($("chart-saved"), { title: "GPU time saved", note: "seconds of prefill, each second", format: value => value === null ? "–" : value.toFixed(value < 10 ? 2 : 0), stacked: true }),
+  saved: new Chart($("chart-saved"), { title: "GPU time saved", note: "seconds a second", format: value => value === null ? "–" : value.toFixed(value < 10 ? 2 : 0), stacked: true }),
   missed: new Chart($("chart-missed"), { title: "Tokens missed, by reason", format: perSecond, stacked: true, empty: "None in this time." }),
   moved: new Chart($("chart-moved"), { title: "Bandwidth", note: "by tier and direction", format: rate, empty: "No transfer in this time." }),
   removed: new Chart($("chart-removed"), { title: "Blocks given up", format: perSecond, stacked: true, empty: "None in this time." }),
@@ -177,7 +179,7 @@ function drawTiles(stats) {
   const spanNow = page.table.at_s.length > 1 ? page.table.at_s.at(-1) - page.table.at_s[0] : 0;
   $("tiles").replaceChildren(first,
     tile("GPU time saved", seconds(saved), "", spanNow ? `in ${span}: as if ${(saved / spanNow).toFixed(2)} more GPUs` : `in ${span}`),
-    tile("TTFT saved", requests ? seconds(Math.max(0, sooner) / requests) : "–", requests ? "a request" : "", `mean over ${count(requests)} requests, fetching counted`),
+    tile("TTFT saved", requests ? seconds(Math.max(0, sooner) / requests) : "–", "", `mean of ${count(requests)} requests, fetching counted`),
     tile("Held", bytes(held), "", `${count(stats.num_blocks)} blocks · ${exact(stats.num_leases)} leases · ${exact(stats.num_sessions)} sessions`));
   const speed = fetches && fetches.num ? `fetches take ${ratio(fetches.ratio)} what was predicted` : "no fetch to judge predictions by";
   $("tiles").children[2].lastChild.textContent += `; ${speed}`;
@@ -189,8 +191,8 @@ function drawCharts() {
   charts.hits.update(at, names("tokens.hit.").sort((a, b) => byTier(last(a, "tokens.hit."), last(b, "tokens.hit.")))
     .map(name => ({ label: tier(last(name, "tokens.hit.")), color: color(last(name, "tokens.hit.")), values: share(name) })));
   charts.saved.update(at, [{ label: "saved", color: "var(--good)", values: rates("saved_s", from) }]);
-  const grown = beginning => names(beginning).map(name => [last(name, beginning), rates(name, from)]).filter(([, values]) => values.some(value => value));
-  charts.missed.update(at, grown("tokens.missed.").map(([reason, values]) => ({ label: words(reason), color: reasonColor(reason, names("tokens.missed.").indexOf(`tokens.missed.${reason}`)), values })));
+  const grown = beginning => names(beginning).sort((a, b) => (series(b).at(-1) ?? 0) - (series(a).at(-1) ?? 0)).map(name => [last(name, beginning), rates(name, from)]).filter(([, values]) => values.some(value => value));
+  charts.missed.update(at, grown("tokens.missed.").map(([reason, values]) => ({ label: words(reason), title: page.table.misses?.[reason], color: reasonColor(reason, names("tokens.missed.").indexOf(`tokens.missed.${reason}`)), values })));
   const flows = grown("moved."), seen = {};
   charts.moved.update(at, flows.map(([name, values]) => {
     const [where, direction] = name.split(".");
@@ -245,10 +247,10 @@ function drawTable(id, columns, rows, none) {
 
 const share = (value, c) => make("span", { class: "bar", role: "img", "aria-label": percent(value) }, make("i", { vars: { "--c": c, "--w": `${100 * value}%` } }));
 const state = name => make("span", { class: `pill ${name === "ready" ? "good" : name === "recovering" || name === "probing" ? "warn" : "bad"}` }, name);
-const hash = text => make("code", { title: text }, text.slice(0, 12));
+const hash = text => make("code", { title: text }, text.slice(0, 10));
 
 function drawPrefixes(prefixes) {
-  drawTable("prefixes", [["Last block"], ["Tokens", "number"], ["Read", "number"], ["Not computed", "number"], ["Tenant", "second"], ["Held", "second"], ["Namespace", "third second"], ["Weights", "third second"]],
+  drawTable("prefixes", [["Last block"], ["Tokens", "number"], ["Read", "number"], ["Saved", "number"], ["Tenant", "second"], ["Held", "second"], ["Namespace", "third second"], ["Weights", "third second"]],
     prefixes.map(each => {
       const held = Object.entries(each.ready_blocks).filter(([, blocks]) => blocks).map(([name, blocks]) => `${tier(name)} ${percent(blocks / each.num_blocks)}`);
       return [hash(each.key), exact(each.num_blocks * each.block_tokens), `${count(each.hits)}\u2009×`, count(each.hits * each.num_blocks * each.block_tokens),
@@ -258,11 +260,11 @@ function drawPrefixes(prefixes) {
 
 function drawTenants(tenants) {
   const asked = [...tenants].sort((a, b) => b.usage.requested_tokens - a.usage.requested_tokens);
-  drawTable("tenants", [["Tenant"], ["Hit rate"], ["", "number"], ["Requested", "number"], ["Requests", "number third second"], ["Held", "number"], ["Most missed for", "third second"]],
+  drawTable("tenants", [["Tenant"], ["Hit rate"], ["Requested", "number"], ["Requests", "number third second"], ["Held", "number"], ["Most missed for", "third second"]],
     asked.map(({ tenant, usage, held_bytes: held }) => {
       const hit = Object.values(usage.hit_tokens).reduce((sum, tokens) => sum + tokens, 0), part = usage.requested_tokens ? hit / usage.requested_tokens : 0;
       const worst = Object.entries(usage.missed_tokens).filter(([, tokens]) => tokens).sort((a, b) => b[1] - a[1])[0];
-      return [tenant, share(part, "var(--pinned)"), percent(part), count(usage.requested_tokens), exact(usage.num_requests),
+      return [tenant, make("span", { class: "rate" }, share(part, "var(--pinned)"), percent(part)), count(usage.requested_tokens), exact(usage.num_requests),
         bytes(Object.values(held).reduce((sum, each) => sum + each, 0)), worst ? `${words(worst[0])}, ${count(worst[1])} tokens` : "–"];
     }), "No request has ended yet.");
 }
@@ -283,8 +285,8 @@ function drawPeers(peers) {
 }
 
 function drawQueues(stats) {
-  const rows = stats.queues.map(each => [words(each.queue), exact(each.length), each.limit ? share(Math.min(1, each.length / each.limit), "var(--nvme)") : "", each.limit ? exact(each.limit) : "–"]);
-  drawTable("queues", [["Queue"], ["Waiting", "number"], [""], ["Limit", "number"]], rows, "No queues to show.");
+  const rows = stats.queues.map(each => [words(each.queue), each.limit ? `${exact(each.length)} of ${count(each.limit)}` : exact(each.length), each.limit ? share(Math.min(1, each.length / each.limit), "var(--nvme)") : ""]);
+  drawTable("queues", [["Queue"], ["Waiting", "number"], [""]], rows, "No queues to show.");
   body("queues").append(make("p", { class: "none" }, `Loop at most ${seconds(stats.loop_lag_s)} late in ten seconds · ${exact(stats.num_open_requests)} requests open · ${exact(stats.num_namespaces)} namespaces · leases in limbo: ${exact(stats.num_expired_leases)}`));
 }
 

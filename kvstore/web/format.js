@@ -8,11 +8,11 @@ const scaled = (value, step, units) => {
 };
 const known = value => value !== null && value !== undefined && Number.isFinite(value);
 
-export const count = value => known(value) ? scaled(value, 1000, ["", "k", "M", "G", "T"]).join("\u2009").trim() : "–";
+export const count = value => known(value) && Math.abs(value) < 10000 && Number.isInteger(value) ? value.toLocaleString("en-US") : known(value) ? scaled(value, 1000, ["", "k", "M", "G", "T"]).join("\u2009").trim() : "–";
 export const exact = value => known(value) ? Math.round(value).toLocaleString("en-US") : "–";
 export const bytes = value => known(value) ? scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]).join("\u2009") : "–";
 export const rate = value => known(value) ? scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]).join("\u2009") : "–";
-export const perSecond = value => known(value) ? `${count(value)}/s` : "–";
+export const perSecond = value => known(value) ? `${scaled(value, 1000, ["", "\u2009k", "\u2009M", "\u2009G"]).join("")}/s` : "–";
 export const percent = value => known(value) ? `${(100 * value).toFixed(Math.abs(value) < 0.0995 && value ? 1 : 0)}\u2009%` : "–";
 export const ratio = value => known(value) ? `${value.toFixed(2)}\u2009×` : "–";
 

@@ -51,10 +51,10 @@ class Browser:
         self._buffer = b""
         self._last_id = 0
         self._session = ""
-        os.set_inheritable(to_read, True)  # noqa: FBT003 - os's signature
-        os.set_inheritable(to_write, True)  # noqa: FBT003
+        os.set_inheritable(to_read, True)
+        os.set_inheritable(to_write, True)
         command = [find_chromium(), *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
-        shell = f"exec \"$0\" \"$@\" 3<&{to_read} 4>&{to_write}"
+        shell = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
         with (folder / "chromium.log").open("w") as log:
             self._child = subprocess.Popen(
                 ["/bin/bash", "-c", shell, *command], pass_fds=(to_read, to_write), stdout=log, stderr=log
@@ -89,10 +89,11 @@ class Browser:
 
     def open(self, url: str, *, width: int, height: int, theme: str, mobile: bool = False) -> None:
         """Show a page as on a screen of that size, for somebody who prefers that theme."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile
-        )
-        features = [{"name": "prefers-color-scheme", "value": theme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        features = [
+            {"name": "prefers-color-scheme", "value": theme},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Page.navigate", url=url)
 
