@@ -1,5 +1,6 @@
 """Which blocks are known: for each namespace a dict from prefix hash to row, everything else in columns by row."""
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import NamedTuple, TypeVar
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.keys import KVSpec
+from kvstore.core.limits import CORRELATED_USE_S
 
 Rows = NDArray[np.int64]
 """Row numbers, in the order of the keys they stand for."""
@@ -53,6 +55,7 @@ class BlockIndex:
     A row lives while it is placed in a tier or has children. One that only has children is a ghost: its block was
     aborted or dropped, and when it is stored again, its children are found behind it again. `last_use` is a logical
     clock; `touch` goes from tail to head, so that a parent is always more recent than its children in the same call.
+    `prior_use` is the use before the last one, 0: there was none (eviction/lru.py).
 
     A dict of objects per block cost 290 B and gc pauses of a second at 10 M blocks; numpy probing of a hash table was six
     times slower than the dict's own 512 look-ups. Columns are numpy for a call's 512 keys at once, and the same memory
@@ -68,12 +71,15 @@ class BlockIndex:
         self._alike: dict[tuple[object, ...], dict[bytes, Namespace]] = {}  # by likeness, then by id
         self._free_rows: list[int] = []
         self._sequence = first_sequence
+        self.num_uses = 0  # that `use` has counted
         self._capacity = 0
         self.parent = np.empty(0, np.int32)
         self.namespace = np.empty(0, np.uint16)
         self.num_children = np.empty(0, np.int32)
         self.num_placed = np.empty(0, np.uint8)
         self.last_use = np.empty(0, np.int64)
+        self.prior_use = np.empty(0, np.int64)
+        self.counted_s = np.empty(0, np.float32)  # when `use` last took a row's use for another one
         self.hits = np.empty(0, np.uint32)
         self.marks = np.empty(0, np.uint8)
         self._grow(_FIRST_CAPACITY)
@@ -173,10 +179,23 @@ class BlockIndex:
         self.last_use[rows] = np.arange(last, self._sequence, -1)
         self._sequence = last
 
+    def use(self, rows: Rows, now_s: float = math.inf) -> Rows:
+        """Touch what a request uses; returns the rows for which this is another use than their last one. Within
+        CORRELATED_USE_S of a use that counted it is none: a request looks, leases and stores, or waits and looks again."""
+        fresh = rows[now_s - self.counted_s[rows] >= CORRELATED_USE_S]
+        self.prior_use[fresh] = self.last_use[fresh]
+        if now_s < math.inf:
+            self.counted_s[fresh] = now_s
+        self.touch(rows)
+        self.num_uses += len(fresh)
+        return fresh
+
     def restore_use(self, rows: Rows, last_use: NDArray[np.int64], hits: NDArray[np.uint32]) -> None:
         """Recency and hits from before a restart, where they are newer than what is known."""
         self.last_use[rows] = np.maximum(self.last_use[rows], last_use)
         self.hits[rows] = np.maximum(self.hits[rows], hits)
+        again = rows[(hits > 0) & (self.prior_use[rows] == 0)]
+        self.prior_use[again] = self.last_use[again]  # when it was, nobody wrote down
         if len(rows):
             self._sequence = max(self._sequence, int(last_use.max()))
 
@@ -225,6 +244,9 @@ class BlockIndex:
             self.keys[row] = b""
         self.parent[rows] = NO_PARENT
         self.hits[rows] = 0
+        self.last_use[rows] = 0
+        self.prior_use[rows] = 0
+        self.counted_s[rows] = -math.inf
         self.marks[rows] = 0
         self._free_rows.extend(numbers)
 
@@ -280,6 +302,9 @@ class BlockIndex:
         self.keys[row] = b""
         self.parent_at[row] = NO_PARENT
         self.hits_at[row] = 0
+        self.last_use_at[row] = 0
+        self.prior_use_at[row] = 0
+        self.counted_s_at[row] = -math.inf
         self.marks_at[row] = 0
         self._free_rows.append(row)
 
@@ -290,6 +315,8 @@ class BlockIndex:
         self.num_children = grown(self.num_children, capacity)
         self.num_placed = grown(self.num_placed, capacity)
         self.last_use = grown(self.last_use, capacity)
+        self.prior_use = grown(self.prior_use, capacity)
+        self.counted_s = grown(self.counted_s, capacity)
         self.hits = grown(self.hits, capacity)
         self.marks = grown(self.marks, capacity)
         self.parent_at = self.parent.data
@@ -297,6 +324,8 @@ class BlockIndex:
         self.num_children_at = self.num_children.data
         self.num_placed_at = self.num_placed.data
         self.last_use_at = self.last_use.data
+        self.prior_use_at = self.prior_use.data
+        self.counted_s_at = self.counted_s.data
         self.hits_at = self.hits.data
         self.marks_at = self.marks.data
 

@@ -9,7 +9,7 @@ from kvstore.core.blocks import PlacementState, SlotArrays
 from kvstore.core.events import BlockRemoved, BlockStored, Event, RemovalReason
 from kvstore.core.limits import EVICTION_SLICE_BLOCKS
 from kvstore.core.ports import SlotSpace
-from kvstore.eviction import EvictionPolicy
+from kvstore.eviction import EvictionPolicy, MakePolicy
 from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
 
@@ -37,7 +37,7 @@ class Inventory:
         tier: str,
         index: BlockIndex,
         slots: SlotSpace,
-        make_policy: Callable[[BlockIndex, PlacementTable], EvictionPolicy],
+        make_policy: MakePolicy,
         on_event: Callable[[Event], None] | None,
         *,
         upper: "Inventory | None" = None,
@@ -115,12 +115,14 @@ class Inventory:
         slots = self.slots.reserve_many(entry.slot_nbytes, len(rows), announced=state == WRITING)
         assert len(slots.offsets) == len(rows)
         self.table.place(rows, slots, state)
+        self.policy.stored(rows)
 
     def restore(self, entry: Namespace, rows: Rows, slots: SlotArrays) -> None:
         """NONE -> READY, where they were before a restart. Their leaves are offered by whoever restores, at the end."""
         self.slots.restore(entry.slot_nbytes, slots)
         self.table.place(rows, slots, READY)
         self.table.refs[rows] -= 1
+        self.policy.stored(rows)
 
     def publish(self, rows: Rows) -> None:
         """WRITING or ARRIVING -> READY; the writer's ref ends."""

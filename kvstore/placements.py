@@ -57,6 +57,10 @@ class PlacementTable:
         """Copies in that state."""
         return sum(count[state] for count in self.counts)
 
+    def num_placed(self) -> int:
+        """Copies in any state."""
+        return sum(map(sum, self.counts))
+
     def num_bytes(self, state: int) -> int:
         """Bytes, by slot, of the copies in that state."""
         namespaces = self._index.namespaces

@@ -32,7 +32,7 @@ from kvstore.core.moves import BAD_SLOT, DRIVE_SHIFT, BlockRecord, Forget, Move,
 from kvstore.core.plans import TIERS
 from kvstore.core.ports import DriveSlots
 from kvstore.costs import LoadCost, TierQuote
-from kvstore.eviction import LeafLru
+from kvstore.eviction import LeafLru, MakePolicy
 from kvstore.index import MORTAL, NO_PARENT, BlockIndex, Namespace, Rows, grown
 from kvstore.inventory import Inventory
 from kvstore.meters import Meters
@@ -139,11 +139,12 @@ class Spill:
         is_wanted: Callable[[int], bool],
         on_event: Callable[[Event], None] | None,
         meters: Meters,
+        make_policy: MakePolicy = LeafLru,
     ) -> None:
         self._meters = meters
         self._index: BlockIndex = pinned.index
         self.pinned = pinned
-        self.nvme = Inventory(TIERS[1], self._index, slots, LeafLru, on_event, upper=pinned, release=self._retire)
+        self.nvme = Inventory(TIERS[1], self._index, slots, make_policy, on_event, upper=pinned, release=self._retire)
         self.active = False
         self.speed = TierSpeed(_PRIOR)  # of reading
         self._slots = slots

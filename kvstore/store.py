@@ -26,14 +26,14 @@ from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, 
 from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.costs import LoadCost, TierQuote
 from kvstore.counters import new_counters
-from kvstore.eviction import EvictionPolicy, LeafLru
+from kvstore.eviction import EvictionPolicy, LeafLru, MakePolicy
 from kvstore.index import KEPT, NO_PARENT, NO_ROWS, BlockIndex, Namespace, Rows
 from kvstore.inspection import Inspector
 from kvstore.inventory import Inventory
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
 from kvstore.meters import Meters
 from kvstore.pins import Pins
-from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING, PlacementTable
+from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING
 from kvstore.removed_keys import DAMAGED, DECLINED, DROPPED, EVICTED, RemovedKeys
 from kvstore.spill import BudgetFigures, Orders, QueueDepth, RestoredBlocks, Spill, SpillPolicy
 from kvstore.tiers.striped import StripedSlots
@@ -105,7 +105,7 @@ class Store:
         on_event: Callable[[Event], None] | None = None,
         limbo_fraction: float = MAX_LIMBO_FRACTION,
         max_leases_per_instance: int = MAX_LEASES_PER_INSTANCE,
-        make_policy: Callable[[BlockIndex, PlacementTable], EvictionPolicy] = LeafLru,
+        make_policy: MakePolicy = LeafLru,
         first_sequence: int = 0,
         directory: Locator | None = None,
     ) -> None:
@@ -125,6 +125,7 @@ class Store:
             is_wanted=self._is_wanted,
             on_event=self._heard,
             meters=self.meters,
+            make_policy=make_policy,
         )
         self._has_drives = nvme is not None
         self._borrowing: Borrowing | None = None
@@ -189,7 +190,7 @@ class Store:
         _check_count(keys)
         entry = self._namespace(namespace)
         rows, ready = self._readable_prefix(entry, keys)
-        self._index.touch(rows)
+        self._use(rows, now_s)
         tiers = (~ready).tobytes()  # TIERS: pinned is 0, nvme 1
         offer = self._offer_behind(entry, keys, len(rows), now_s)
         if offer is not None:
@@ -264,7 +265,7 @@ class Store:
             start = max(len(rows), first_needed)
             if len(needed) or (borrow and self._offer_behind(entry, keys, start, now_s)):
                 self._check_allowed(holder.instance)
-            self._index.touch(rows)
+            self._use(rows, now_s)
             num_before, num_wanted = len(rows) - len(needed), len(needed)
             needed = self._bring(entry, needed, Urgency.READ, from_back=from_back)
             if borrow and len(needed) == num_wanted:
@@ -360,7 +361,7 @@ class Store:
             if keep_s:
                 fresh = rows[wanted]
                 self._pins.set_expiry(fresh[self._spill.nvme.table.state[fresh] == NONE], now_s + keep_s)
-        self._index.touch(rows[:end] if parent_row == NO_PARENT else np.append(parent_row, rows[:end]))
+        self._use(rows[:end] if parent_row == NO_PARENT else np.append(parent_row, rows[:end]), now_s)
         statuses = np.full(len(keys), KeyStatus.DECLINED, np.uint8)
         statuses[:end] = KeyStatus.HELD
         statuses[wanted] = KeyStatus.GRANTED
@@ -738,6 +739,13 @@ class Store:
 
     def _num_ready(self, entry: Namespace) -> int:
         return max(self._blocks.num_ready(entry), self._spill.nvme.num_ready(entry))
+
+    def _use(self, rows: Rows, now_s: float) -> None:
+        """A request uses these: for the policies once, whatever verbs it comes with."""
+        fresh = self._index.use(rows, now_s)
+        if len(fresh):
+            for tier in (self._blocks, self._spill.nvme):
+                tier.policy.used(fresh)
 
     def _readable_prefix(self, entry: Namespace, keys: Sequence[bytes]) -> tuple[Rows, NDArray[np.bool_]]:
         """Rows of the longest prefix that can be read (I1), and which of them are READY in RAM. What an engine writes is not

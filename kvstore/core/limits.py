@@ -65,6 +65,12 @@ CUDA_DRAIN_S = 2.0
 STOP_DEADLINE_S = 3.0
 """A sidecar told to stop is gone by then."""
 
+CORRELATED_USE_S = 2.0
+"""Uses of a block so close to one that counted are that one again: a request looks, leases and stores in so long."""
+
+MAX_GHOSTS = 1 << 22
+"""Evicted blocks that a tier's policy remembers, at most 64 MiB. A tier of fewer than 131,072 blocks remembers 32 times its own."""
+
 MAX_PIN_S = 86400.0
 """A longer wish is cut to this."""
 

@@ -1,0 +1,125 @@
+"""What a tier has evicted lately: when, by which expert, and when it was last used."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.core.limits import MAX_GHOSTS
+from kvstore.eviction.policy import Candidates
+from kvstore.index import NO_PARENT, BlockIndex, Rows
+
+HISTORY = 32
+"""Times as many evicted blocks as the tier holds are remembered: blocks come back after long."""
+
+_WAYS = 4
+_STAMP_BITS = 30  # of 32; the other two are the mark
+_STAMP_MASK = (1 << _STAMP_BITS) - 1
+_FIRST_SLOTS = 1024
+_RESIZE_EVICTIONS = 256
+
+
+class Ghost(NamedTuple):
+    """A block that is remembered."""
+
+    mark: int
+    age: float  # blocks used since it was evicted, in blocks that the tier holds
+    last_use: int
+
+
+class Ghosts:
+    """The last evictions, `history` for each block that the tier holds, MAX_GHOSTS at most, in a table of 16 bytes a slot.
+
+        slot       | tag (32 bits of the key) | stamp (30 bits of the clock), mark (2) | last use (64)
+        hash + 0   | 9a41 03bb                | 17, 1                                  | 16
+        ... + 3    | 0000 0000: free          |                                        |
+
+    A key, a hash already, has four slots; a new one takes a free one, or the oldest's: some in a hundred are lost too early.
+    Two keys whose slots and tags agree are taken for one another: one look-up in a billion. Growing forgets; a tier that
+    fills grows.
+    The clock counts blocks used (`index.num_uses`).
+    """
+
+    def __init__(self, index: BlockIndex, candidates: Candidates, *, history: int = HISTORY) -> None:
+        self._index = index
+        self._candidates = candidates
+        self._history = history
+        self._num_evicted = 0
+        self.capacity = 1  # blocks that the tier holds
+        self._last_stored = NO_PARENT
+        self._allocate(_FIRST_SLOTS)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self._tags.nbytes + self._stamps.nbytes + self._uses.nbytes
+
+    def add(self, row: int, mark: int) -> None:
+        """The row's block is being evicted; `mark` is 0 to 3."""
+        if self._num_evicted % _RESIZE_EVICTIONS == 0:
+            self._resize()
+        self._num_evicted += 1
+        clock, tags, stamps = self._index.num_uses, self._tags_at, self._stamps_at
+        place, tag = self._place(self._index.keys[row])
+        best, oldest = place, -1
+        for way in range(_WAYS):
+            slot = (place + way) & self._mask
+            if tags[slot] == 0 or tags[slot] == tag:
+                best = slot
+                break
+            age = (clock - (stamps[slot] >> 2)) & _STAMP_MASK
+            if age > oldest:
+                best, oldest = slot, age
+        tags[best] = tag
+        stamps[best] = (clock & _STAMP_MASK) << 2 | mark
+        self._uses_at[best] = self._index.last_use_at[row]
+
+    def take(self, row: int) -> Ghost | None:
+        """What is known of the row's block, which is here again; it is forgotten."""
+        place, tag = self._place(self._index.keys[row])
+        for way in range(_WAYS):
+            slot = (place + way) & self._mask
+            if self._tags_at[slot] == tag:
+                self._tags_at[slot] = 0
+                stamp = self._stamps_at[slot]
+                age = (self._index.num_uses - (stamp >> 2)) & _STAMP_MASK
+                return Ghost(stamp & 3, age / self.capacity, self._uses_at[slot])
+        return None
+
+    def take_first(self, rows: Rows) -> Ghost | None:
+        """A request's new blocks are here again: give the rows their last uses back, and say what is known of the first that is
+        remembered. None too when the rows continue those of the call before: then that was the first."""
+        first: Ghost | None = None
+        index = self._index
+        numbers = rows.tolist()
+        for row in numbers:
+            ghost = self.take(row)
+            if ghost is not None:
+                first = first or ghost
+                if not index.last_use_at[row]:
+                    index.last_use_at[row] = ghost.last_use
+        if not numbers:
+            return None
+        parent, before = index.parent_at[numbers[0]], self._last_stored
+        self._last_stored = numbers[-1]
+        return None if parent != NO_PARENT and parent == before else first
+
+    def _place(self, key: bytes) -> tuple[int, int]:
+        number = int.from_bytes(key[:8], "little")
+        return number & self._mask, (number >> 32) or 1
+
+    def _resize(self) -> None:
+        self.capacity = max(1, self._candidates.num_placed())
+        wanted = min(self._history * self.capacity, MAX_GHOSTS)
+        num_slots = 1 << math.ceil(math.log2(max(_FIRST_SLOTS, wanted)))
+        if num_slots > self._mask + 1:
+            self._allocate(num_slots)
+
+    def _allocate(self, num_slots: int) -> None:
+        self._mask = num_slots - 1
+        self._tags = np.zeros(num_slots, np.uint32)
+        self._stamps = np.zeros(num_slots, np.uint32)
+        self._uses = np.zeros(num_slots, np.int64)
+        self._tags_at = self._tags.data
+        self._stamps_at = self._stamps.data
+        self._uses_at = self._uses.data
