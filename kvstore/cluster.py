@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,13 +20,15 @@ import msgspec
 
 from kvstore.config import Config
 from kvstore.core.clock import Clock
-from kvstore.core.errors import ConfigError, RemoteProtocolError
+from kvstore.core.errors import ConfigError, KVStoreError, RemoteProtocolError
 from kvstore.core.events import BlockRemoved, BlockStored, Event
 from kvstore.core.loans import FetchDone
 from kvstore.lending import Lender
 from kvstore.mover import Mailbox
 from kvstore.peer_control import Identity, PeerControl
 from kvstore.peer_mover import PeerMover
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.replication import Invitation, Replication
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
 from kvstore.transport.block_log import Cursor
@@ -42,6 +45,7 @@ logger = logging.getLogger(__name__)
 _RESYNC_SLICE_BLOCKS = 4096
 _RESYNC_PAUSE_S = 0.002  # others' requests go between, and the directory's thread takes what is queued
 _CLOSE_FRACTION = 0.5
+_INVITE_DEADLINE_S = 2.0
 
 
 class _Question(NamedTuple):
@@ -67,12 +71,15 @@ class Cluster:
         self.opened_s = clock.now_s()
         self.lender = Lender(arena.memory, arena.generations, self._gate, clock)
         self._endpoints: list[Endpoint] = []
+        self._hosts: dict[str, PeerControl] = {}  # by address: nodes that were invited; the inviting thread only
         self._questions: dict[str, PeerControl] = {}  # to peers of a static list; directory threads only
         self._fetched: Mailbox[FetchDone] = Mailbox(loop)
         self._directory: Directory | None = None
         self._mover: PeerMover | None = None
         self._store: Store | None = None
         self._announcer: Announcer | None = None
+        self._replication: Replication | None = None
+        self._inviting = ThreadPoolExecutor(1, thread_name_prefix="kvstore-invite")
         self._resyncing: asyncio.Task[None] | None = None
         self._resync_again = False
         self._pump_due = False
@@ -102,6 +109,9 @@ class Cluster:
         assert self._mover is not None
         self._store = store
         self._announcer = Announcer(self.directory, store.holds)
+        self._replication = Replication(
+            self.directory, copies=self._config.copies, bytes_per_s=self._config.copy_bytes_per_s
+        )
         self._fetched.open(self._take_fetched)
         self.directory.start()
 
@@ -112,6 +122,11 @@ class Cluster:
             if not self._pump_due:  # whatever turn of the loop it was, verb or not
                 self._pump_due = True
                 self._loop.call_soon(self.pump)
+
+    def on_read(self, namespace: bytes, keys: Sequence[bytes], block_nbytes: int) -> None:
+        """An engine here read a prefix that we have."""
+        if self._replication is not None:
+            self._replication.on_read(namespace, keys, block_nbytes, self._clock.now_s())
 
     def pump(self) -> None:
         """Hand out what the store has decided, and tell what has changed. After every verb; cheap when that is nothing."""
@@ -124,6 +139,9 @@ class Cluster:
         if orders.cancels:
             self._mover.cancel(orders.cancels)
         self._announcer.tell()
+        if self._replication is not None:
+            for invitation in self._replication.take_invitations():
+                self._inviting.submit(self._invite, invitation)
         if self.directory.resync_needed:
             self.announce_all()
 
@@ -164,14 +182,29 @@ class Cluster:
     def close(self, deadline_s: float) -> bool:
         """End all of it. False: something still writes to the arena; it must stay mapped. Blocks; not the loop's thread."""
         until_s = time.monotonic() + deadline_s
+        self._inviting.shutdown(wait=False, cancel_futures=True)
         if self._directory is not None:
             self._directory.close()
         if self._mover is not None:
             self._mover.stop(deadline_s * _CLOSE_FRACTION)
-        for control in self._questions.values():
+        for control in (*self._questions.values(), *self._hosts.values()):
             control.close()
         closed = [endpoint.close(max(0.1, until_s - time.monotonic())) for endpoint in self._endpoints]
         return all(closed)
+
+    def _invite(self, invitation: Invitation) -> None:
+        """In a thread of its own; that nobody comes costs nothing."""
+        node = next((node for node in self.directory.nodes() if node.node_id == invitation.node_id), None)
+        if node is None:
+            return
+        control = self._hosts.setdefault(node.control_address, PeerControl(node.control_address, self.identity))
+        request = pb.PrefetchRequest(namespace=invitation.namespace, keys=b"".join(invitation.keys))
+        try:
+            answer = control.prefetch(request, _INVITE_DEADLINE_S)
+        except KVStoreError as err:
+            logger.info("invitation declined node=%s reason=%s", node.node_id, err.message)
+        else:
+            logger.debug("invited node=%s blocks=%d", node.node_id, answer.num_started)
 
     # --- loop thread ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +279,9 @@ class NoCluster:
     def figures(self) -> DirectoryFigures | None:
         """No directory."""
         return None
+
+    def on_read(self, namespace: bytes, keys: Sequence[bytes], block_nbytes: int) -> None:
+        """No other node could have it too."""
 
     secret = b""
     opened_s = 0.0

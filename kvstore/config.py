@@ -117,6 +117,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     directory_is_cluster: Annotated[bool, _doc("those URLs are of one Redis cluster")] = False
     cluster: Annotated[str, _doc("name of the cluster on the directory server")] = "default"
     advertise: Annotated[str, _doc("host:port at which peers reach this node's gRPC; empty: grpc_tcp")] = ""
+    copies: Annotated[
+        int, _doc("nodes that are to have a prefix which is read again and again, this one among them", ge=1, le=16)
+    ] = 1
+    copy_bytes_per_s: Annotated[
+        int,
+        _doc("that others are invited to fetch for such copies in a second; 0: no limit", "bytes", ge=0, le=1 << 40),
+    ] = 256 << 20
     links: Annotated[
         tuple[str, ...], _doc("kinds of data links to offer, the preferred one first: rdma, tcp", max_length=2)
     ] = ("tcp",)
@@ -130,7 +137,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     events_replay: Annotated[str, _doc("address at which missed events are asked for; empty: no")] = ""
     events_topic: Annotated[str, _doc("topic that events are published under")] = ""
-    metrics_port: Annotated[int, _doc("port of the dashboard (/), /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)] = 0
+    metrics_port: Annotated[
+        int, _doc("port of the dashboard (/), /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)
+    ] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
     log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
 

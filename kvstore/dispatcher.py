@@ -56,6 +56,7 @@ _PINNED = TIERS[0]
 _MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
 _U64_NBYTES = 8
 _DEFAULT_EXPLAINED = 10
+_PEER_VERBS = (Verb.RELEASE, Verb.PREFETCH, Verb.STATS, Verb.LOCATE)
 _ORDERS = {number: name for name, number in pb.Order.items()}
 _OUTCOMES = {number: name for name, number in pb.Outcome.items() if number}  # a caller has to say which
 _ROLES = {number: name for name, number in pb.Role.items() if number}
@@ -118,7 +119,7 @@ class Dispatcher:
         self._routes = {
             Verb.MATCH: _Route(self._match, self._anyone),
             Verb.ACQUIRE: _Route(self._acquire, self._engines),
-            Verb.RELEASE: _Route(self._release, self._lessees),
+            Verb.RELEASE: _Route(self._release, self._engines),
             Verb.RENEW: _Route(self._renew, self._engines),
             Verb.RESERVE: _Route(self._reserve, self._writers),
             Verb.COMMIT: _Route(self._commit, self._engines),
@@ -185,6 +186,10 @@ class Dispatcher:
         name, started_s = verb.name.lower(), self._clock.now_s()
         self.counters[f"calls_{name}_total"] += 1
         try:
+            if session.role == pb.PEER and verb not in _PEER_VERBS:
+                raise wrong(
+                    "role", "PEER", f"peers say Lend, Digest and {', '.join(each.name for each in _PEER_VERBS)}"
+                )
             route.who(session)
             reply = route.handler(session, request)
             self.pump()
@@ -362,6 +367,8 @@ class Dispatcher:
             grant.ready,
             now_s,
         )
+        if all(grant.ready):
+            self._cluster.on_read(request.namespace, keys[: grant.num_blocks], grant.block_nbytes)
         return pb.AcquireReply(
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
@@ -536,16 +543,11 @@ class Dispatcher:
     def _anyone(self, _session: Session) -> None:
         return
 
-    def _lessees(self, session: Session) -> None:
+    def _engines(self, session: Session) -> None:
         if not session.holder.instance:
             raise wrong(
                 "instance", "none", "leases belong to an engine: say Hello with an instance and an engine's role"
             )
-
-    def _engines(self, session: Session) -> None:
-        self._lessees(session)
-        if session.role == pb.PEER:
-            raise wrong("role", "PEER", "peers borrow (Lend) and give back (Release)")
 
     def _operators(self, session: Session) -> None:
         if not self._is_operator(session):
@@ -578,7 +580,7 @@ class Dispatcher:
         """The keys, after checking that the session may name the namespace."""
         if len(namespace) != NAMESPACE_NBYTES:
             raise wrong("namespace", f"{len(namespace)} bytes", f"use the {NAMESPACE_NBYTES} bytes of the Hello reply")
-        if namespace not in session.namespaces and not self._is_operator(session):
+        if namespace not in session.namespaces and not (self._is_operator(session) or session.role == pb.PEER):
             raise SpecMismatch(
                 f"namespace: {namespace.hex()} was not opened by this session; name its spec in Hello",
                 field="namespace",

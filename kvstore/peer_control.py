@@ -60,6 +60,10 @@ class PeerControl:
         """Ask for a loan."""
         return self._call("Lend", request, pb.LendReply, deadline_s)
 
+    def prefetch(self, request: pb.PrefetchRequest, deadline_s: float) -> pb.PrefetchReply:
+        """Invite it to fetch what others have."""
+        return self._call("Prefetch", request, pb.PrefetchReply, deadline_s)
+
     def release(self, request: pb.ReleaseRequest, deadline_s: float) -> pb.ReleaseReply:
         """Give one back."""
         return self._call("Release", request, pb.ReleaseReply, deadline_s)

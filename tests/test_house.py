@@ -21,6 +21,7 @@ BRAINS = (
     "meters",
     "spill",
     "borrowing",
+    "replication",
     "budget",
     "pins",
     "inspection",

@@ -16,8 +16,8 @@ import click
 @click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
 def explain(*, request_id: str, last: int, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Say why requests fetched or computed their prefixes: one request, by the id that its engine gave it, or the last ones."""
-    from kvstore.fields import fields_of
     from kvstore.client import Client
+    from kvstore.fields import fields_of
     from kvstore.proto import kvstore_pb2 as pb
 
     client = Client(socket, role=pb.TOOL, connect_deadline_s=deadline_s, call_deadline_s=deadline_s)

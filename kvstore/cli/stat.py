@@ -12,8 +12,8 @@ import click
 @click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
 def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Show what a running sidecar holds: bytes by state, blocks, drives, other nodes, sessions, leases, counters."""
-    from kvstore.fields import fields_of
     from kvstore.client import Client
+    from kvstore.fields import fields_of
     from kvstore.proto import kvstore_pb2 as pb
 
     client = Client(socket, role=pb.TOOL, connect_deadline_s=deadline_s, call_deadline_s=deadline_s)

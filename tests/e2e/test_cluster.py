@@ -174,6 +174,20 @@ def test_a_node_is_killed_under_load_and_another_has_the_blocks(cluster: Cluster
         node.expect_nothing_held()
 
 
+def test_with_two_copies_what_is_read_again_outlives_its_node(cluster: ClusterOfNodes) -> None:
+    first, *others = cluster.start("n1", "n2", "n3", flags=("--copies", "2"))
+    for node in others:
+        assert node.match(1, 16) == b""  # an engine of the model is there, so copies are taken
+    first.put(1, 16)
+    wait_until(lambda: all("n1" in node.locate(1, 16) for node in others), "all know of it")
+    in_ram = bytes([RAM] * 16)
+    wait_until(lambda: first.get(1, 16) and any(node.match(1, 16) == in_ram for node in others), "another has it")
+    copy, other = sorted(others, key=lambda node: node.match(1, 16) != in_ram)
+    other.wait_until_found(1, 16, copy.name)
+    first.kill()
+    get_all(other, 1, 16)
+
+
 def test_a_node_that_stands_still_costs_its_deadline_once_and_heals(trio: list[ClusterNode], seed: int) -> None:
     first, reader, _ = trio
     first.put(seed, 8)
