@@ -3,8 +3,9 @@
 /metrics   for Prometheus
 /healthz   200 while the brain loop answers
 /          the dashboard, with /web/... and /api/... (kvstore/dashboard.py)
-/readyz    the same as JSON, with the state of each tier and drive. A drive that is degraded or off is told, and takes
-           nothing from our being ready: engines are served from what is left
+/readyz    JSON: whether engines are served, the state of each tier and drive, and what is wrong, by name (kvstore/health.py).
+           503 when the loop is stuck (loop_stuck). Any other problem is told and takes nothing from our being ready: engines
+           are served from what is left
 """
 
 import errno
@@ -121,8 +122,15 @@ class HttpServer:
         try:
             stats = self._snapshot()
         except KVStoreError as err:
-            return _json({"ready": False, "reason": err.message}, HTTPStatus.SERVICE_UNAVAILABLE)
-        return _json({"ready": True, "tiers": {tier.name: _readiness(tier) for tier in stats.tiers}})
+            stuck = {"problem": "loop_stuck", "subject": "", "reason": err.message}
+            return _json(
+                {"ready": False, "reason": err.message, "problems": [stuck]}, HTTPStatus.SERVICE_UNAVAILABLE
+            )
+        problems = [
+            {"problem": each.problem, "subject": each.subject, "reason": each.reason} for each in stats.problems
+        ]
+        tiers = {tier.name: _readiness(tier) for tier in stats.tiers}
+        return _json({"ready": True, "problems": problems, "tiers": tiers})
 
 
 def _json(value: object, status: HTTPStatus = HTTPStatus.OK) -> Page:

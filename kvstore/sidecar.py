@@ -32,6 +32,7 @@ from kvstore.core.moves import DRIVE_SHIFT, Forget, MoveDone
 from kvstore.dispatcher import Dispatcher
 from kvstore.kv_events import KVEvents
 from kvstore.loop_calls import call_on_loop
+from kvstore.loop_lag import LagTimer
 from kvstore.mover import Mailbox, Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server import LocalServer
@@ -129,11 +130,13 @@ class Sidecar:
             cluster=cluster,
         )
         expiry.pump = dispatcher.pump
+        lag = LagTimer(loop, self._clock, store.meters.lag)
         descriptors = (arena.fd, arena.generations_fd)
         server = LocalServer(self._path, dispatcher=dispatcher, sessions=sessions, descriptors=descriptors)
         await server.start()
         faulting = threading.Thread(target=self._fault, args=(arena, slots, loop), name="kvstore-fault", daemon=True)
         faulting.start()
+        lag.start()
         try:
             async with AsyncExitStack() as others:
                 await _unless(stop, mover.open(_OPEN_PATIENCE_S))
@@ -150,6 +153,7 @@ class Sidecar:
             await server.close()
             sessions.close()
             expiry.cancel()
+            lag.stop()
             if events:
                 await events.close(_MIN_CLOSE_S)
             if isinstance(cluster, Cluster) and not await asyncio.to_thread(cluster.close, _MIN_CLOSE_S):

@@ -19,6 +19,7 @@ BRAINS = (
     "usage",
     "removed_keys",
     "meters",
+    "health",
     "spill",
     "borrowing",
     "replication",

@@ -292,6 +292,7 @@ def test_metrics_are_what_stats_says(sidecar: SidecarProcess) -> None:
 
     assert value("kvstore_tier_capacity_bytes", tier="pinned") == 16 << 20
     assert value("kvstore_tier_bytes", tier="pinned", state="ready") == len(KEYS) * BLOCK_NBYTES
+    assert value("kvstore_tier_blocks", tier="pinned", state="ready") == len(KEYS)
     assert value("kvstore_stored_blocks") == stats.counters["stored_blocks_total"]
     assert value("kvstore_calls", verb="commit") == stats.counters["calls_commit_total"]
     assert value("kvstore_sessions") == stats.num_sessions

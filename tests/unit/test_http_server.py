@@ -64,6 +64,7 @@ def test_drives_are_visible_in_readiness_and_take_nothing_from_it(states: tuple[
     assert answer.status == 200
     assert json.loads(answer.text) == {
         "ready": True,
+        "problems": [],
         "tiers": {
             "pinned": {"state": "ready"},
             "nvme": {
@@ -78,7 +79,19 @@ def test_drives_are_visible_in_readiness_and_take_nothing_from_it(states: tuple[
 
 
 def test_without_drives_there_is_one_tier() -> None:
-    assert json.loads(get("/readyz", stats_with).text) == {"ready": True, "tiers": {"pinned": {"state": "ready"}}}
+    assert json.loads(get("/readyz", stats_with).text) == {
+        "ready": True,
+        "problems": [],
+        "tiers": {"pinned": {"state": "ready"}},
+    }
+
+
+def test_what_is_wrong_is_named() -> None:
+    problem = {"problem": "disk_full", "subject": "/mnt/0", "reason": "degraded: writes fail: no_space"}
+    answer = get("/readyz", lambda: stats_with("degraded", problems=[pb.Problem(**problem)]))
+
+    assert answer.status == 200
+    assert json.loads(answer.text)["problems"] == [problem]
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz", "/metrics"])
@@ -91,7 +104,12 @@ def test_a_loop_that_does_not_answer_is_503(path: str) -> None:
     assert answer.status == 503
     assert "the sidecar is too busy" in answer.text
     if path == "/readyz":
-        assert json.loads(answer.text) == {"ready": False, "reason": "the sidecar is too busy"}
+        reason = "the sidecar is too busy"
+        assert json.loads(answer.text) == {
+            "ready": False,
+            "reason": reason,
+            "problems": [{"problem": "loop_stuck", "subject": "", "reason": reason}],
+        }
 
 
 def test_metrics_tell_tiers_drives_and_problems_by_reason() -> None:
