@@ -25,8 +25,7 @@ from kvstore.core.events import BlockRemoved, BlockStored, Event
 from kvstore.core.loans import FetchDone
 from kvstore.lending import Lender
 from kvstore.mover import Mailbox
-from kvstore.peer_control import Identity, PeerControl
-from kvstore.peer_mover import PeerMover
+from kvstore.peer_identity import Identity
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.replication import Invitation, Replication
 from kvstore.store import Store
@@ -38,6 +37,8 @@ from kvstore.transport.link import Endpoint
 from kvstore.transport.static_directory import PeerAnswer, StaticDirectory
 
 if TYPE_CHECKING:
+    from kvstore.peer_control import PeerControl
+    from kvstore.peer_mover import PeerMover
     from kvstore.transport.tcp_socket import TcpSecurity
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class Cluster:
 
     def open(self) -> None:
         """Listen, and let the others know. Blocks shortly. Raises ConfigError, and PeerUnavailable when no link can be had."""
+        from kvstore.peer_mover import PeerMover
+
         self._endpoints = [self._open_endpoint(kind) for kind in self._config.links]
         links = tuple(LinkDescriptor(endpoint.kind, endpoint.describe()) for endpoint in self._endpoints)
         config = self._config
@@ -197,7 +200,7 @@ class Cluster:
         node = next((node for node in self.directory.nodes() if node.node_id == invitation.node_id), None)
         if node is None:
             return
-        control = self._hosts.setdefault(node.control_address, PeerControl(node.control_address, self.identity))
+        control = self._hosts.setdefault(node.control_address, self._control(node.control_address))
         request = pb.PrefetchRequest(namespace=invitation.namespace, keys=b"".join(invitation.keys))
         try:
             answer = control.prefetch(request, _INVITE_DEADLINE_S)
@@ -263,9 +266,14 @@ class Cluster:
         connect = connector(*config.directory, is_cluster=config.directory_is_cluster)
         return RedisDirectory(node, connect, cluster=config.cluster, clock=self._clock)
 
+    def _control(self, address: str) -> "PeerControl":
+        from kvstore.peer_control import PeerControl
+
+        return PeerControl(address, self.identity)
+
     def _ask(self, address: str, cursor: Cursor, max_bytes: int, deadline_s: float) -> PeerAnswer:
         """StaticDirectory's Fetch."""
-        control = self._questions.setdefault(address, PeerControl(address, self.identity))
+        control = self._questions.setdefault(address, self._control(address))
         body = control.digest(msgspec.msgpack.encode(_Question(cursor, max_bytes)), deadline_s)
         try:
             return msgspec.msgpack.decode(body, type=PeerAnswer)

@@ -37,7 +37,7 @@ from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo, ReadGrant
 from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
 from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
 from kvstore.mover import Mover, NoMover
-from kvstore.peer_control import proof as peer_proof
+from kvstore.peer_identity import proof as peer_proof
 from kvstore.plan_messages import outcome_name, read_samples, read_wish, record_reply
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions

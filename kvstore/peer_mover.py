@@ -19,7 +19,8 @@ import numpy as np
 
 from kvstore.core.errors import KVStoreError, LeaseRefused, Overloaded, PeerUnavailable
 from kvstore.core.loans import Fetch, FetchDone, LoanProblem
-from kvstore.peer_control import Identity, PeerControl
+from kvstore.peer_control import PeerControl
+from kvstore.peer_identity import Identity
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.directory import Directory, Node
 from kvstore.transport.link import LEASE_NBYTES, PEER_AT_FAULT, Endpoint, Link, ReadDone, ReadExtent

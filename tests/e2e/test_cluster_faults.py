@@ -30,7 +30,8 @@ from sidecar_process import BLOCK_NBYTES, tool, wait_until
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError, LeaseRefused, RemoteProtocolError, UnknownLease
 from kvstore.core.limits import MAX_LOANS_PER_PEER, PEER_LEASE_TTL_S
-from kvstore.peer_control import Identity, PeerControl
+from kvstore.peer_control import PeerControl
+from kvstore.peer_identity import Identity
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.tiers.arena import Arena
 from kvstore.transport.lease_gate import LeaseGate

@@ -16,7 +16,7 @@ from kvstore.core.blocks import Extent
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError, PeerUnavailable
 from kvstore.core.loans import Fetch, FetchDone, LoanProblem
-from kvstore.peer_control import Identity
+from kvstore.peer_identity import Identity
 from kvstore.peer_mover import PeerMover
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.directory import LinkDescriptor, Node

@@ -105,6 +105,7 @@ def make_cluster(store: Any, directory: FakeDirectory, loop: asyncio.AbstractEve
     cluster._store, cluster._directory, cluster._loop = store, directory, loop  # type: ignore[assignment]
     cluster._mover = SimpleNamespace(submit=None, cancel=None)  # type: ignore[assignment]
     cluster._announcer = Announcer(directory, store.holds)  # type: ignore[arg-type]
+    cluster._replication = None
     cluster._resyncing, cluster._resync_again, cluster._pump_due = None, False, False
     return cluster
 

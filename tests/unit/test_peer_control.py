@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from kvstore.core.errors import KVStoreError, LeaseRefused, PeerUnavailable, RemoteProtocolError
-from kvstore.peer_control import Identity, PeerControl, proof
+from kvstore.peer_control import PeerControl
+from kvstore.peer_identity import Identity, proof
 from kvstore.proto import kvstore_pb2 as pb
 
 IDENTITY = Identity("n1", b"i" * 16, b"a secret of the tests", None)
