@@ -48,9 +48,9 @@ CASES = (
 """In the order in which they run."""
 
 DIRECTORY_CASES = (
-    Case("alone_1", 1, 2, COMPUTED, "1: document 3, no sidecar"),
+    Case("alone_1", 1, 2, COMPUTED, "1: document 3, no node"),
     Case("no_redis_2", 2, 2, COMPUTED, "2: document 3, no Redis"),
-    Case("healed_3", 3, 2, PEER, "3: document 3, Redis back"),
+    Case("healed_3", 3, 2, PEER, "3: document 3, healed"),
 )
 """Only with a directory server, after the others."""
 

@@ -28,7 +28,7 @@ def make_table(result: ClusterResult) -> Table:
     table.add_column("node: case", no_wrap=True)
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where from")
+    table.add_column("where\nfrom", min_width=len("92 failed"))
     table.add_column("output", min_width=len("identical"))
     for row in rows:
         table.add_row(row.case.text, *_cells(row))

@@ -27,8 +27,8 @@ from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.local import open_connector
 
-LESSONS_TOKENS = (64, 96, 128, 160)
-"""More steps than the sidecar's estimate needs, of different lengths."""
+LESSONS_TOKENS = (32, 64, 96, 128)
+"""A step more than the sidecar's estimate needs, of different lengths."""
 
 
 def main(arguments: list[str]) -> int:
