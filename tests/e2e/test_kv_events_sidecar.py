@@ -13,7 +13,8 @@ from kvstore.core.keys import NAMESPACE_NBYTES
 from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = pytest.mark.e2e
-WAIT_MS = 10_000
+WAIT_S = 30.0  # the drive may be busy with others
+WAIT_MS = 30_000
 KEYS = [bytes([number]) * 16 for number in range(1, 9)]
 NUMBERS = [int.from_bytes(key[8:], "big") for key in KEYS]
 
@@ -63,7 +64,7 @@ def test_events_name_what_each_tier_holds_and_locate_says_the_same(tmp_path: Pat
         lease = client.reserve("one", namespace, KEYS)
         client.commit(lease.lease_id)
         both = {(medium, number) for medium in ("CPU", "STORAGE") for number in NUMBERS}
-        wait_until(lambda: index_of(replayed(context, tmp_path)) == both, "both tiers are told")
+        wait_until(lambda: index_of(replayed(context, tmp_path)) == both, "both tiers are told", WAIT_S)
 
         here = client.locate(namespace, [*KEYS, b"?" * 16])
         nowhere = client.locate(namespace, [b"?" * 16])
@@ -72,7 +73,7 @@ def test_events_name_what_each_tier_holds_and_locate_says_the_same(tmp_path: Pat
         for key in reversed(KEYS[4:]):
             assert client.drop(namespace, [key]) == 1
         assert live.poll(WAIT_MS), "nothing came"
-        wait_until(lambda: len(index_of(replayed(context, tmp_path))) == 8, "the drops are told")
+        wait_until(lambda: len(index_of(replayed(context, tmp_path))) == 8, "the drops are told", WAIT_S)
         events = replayed(context, tmp_path)
 
     assert here == [pb.NodeHolding(num_blocks=8, here=True)]
@@ -86,7 +87,7 @@ def test_events_name_what_each_tier_holds_and_locate_says_the_same(tmp_path: Pat
 
     with running_sidecar(tmp_path, *flags):
         kept = {("STORAGE", number) for number in NUMBERS[:4]}
-        wait_until(lambda: index_of(replayed(context, tmp_path)) == kept, "what is on the drive is told")
+        wait_until(lambda: index_of(replayed(context, tmp_path)) == kept, "what is on the drive is told", WAIT_S)
     live.close(linger=0)
 
 
