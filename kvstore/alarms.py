@@ -46,6 +46,7 @@ _FEW_TOKENS = 20_000  # requests for fewer tell nothing of a rate
 _FELL_TO = 0.5  # of the hit rate before
 _FEW_FETCHES = 20
 _SLOW_RATIO = 1.5
+_LATE_S = 0.02  # a fetch, in the mean: what is late by less delays nobody's first token
 
 
 def alarms(
@@ -77,7 +78,10 @@ def _problems(now: pb.StatsReply) -> Iterator[Alarm]:
 
 def _predictions(now: pb.StatsReply) -> Iterator[Alarm]:
     for each in now.predictions:
-        if each.kind == "fetch" and each.num >= _FEW_FETCHES and each.ratio > _SLOW_RATIO:
+        if each.kind != "fetch" or each.num < _FEW_FETCHES:
+            continue
+        late_s = (now.seconds["actual_fetch"] - now.seconds["predicted_fetch"]) / each.num
+        if each.ratio > _SLOW_RATIO and late_s > _LATE_S:
             yield Alarm(
                 "warning",
                 "Fetches take longer than predicted",

@@ -1,6 +1,6 @@
 """The dashboard's side of the sidecar: samples in a thread of its own, and the pages behind `/`.
 
-    brain loop  <--- every 2 s ---  sampler: Stats, alarms, history; every 30 s the hot prefixes
+    brain loop  <--- every 2 s ---  sampler: Stats, alarms, history; every 10 s the hot prefixes
                                        |
     /  /web/...   static               v
     /api/now      the last sample, and how old it is; asks the loop nothing
@@ -41,7 +41,7 @@ from kvstore.usage import MISSES
 logger = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 2.0
-_HOT_EVERY_S = 30.0
+_HOT_EVERY_S = 10.0
 _LATELY_S = 30.0  # between the snapshots that alarms compare
 _NUM_LATELY = 20
 _NUM_PLANS = 40
@@ -147,7 +147,7 @@ class Dashboard:
         try:
             stats = self._source.stats()
             at_s = self._wall_s()
-            hot = self._source.hot_prefixes(_NUM_HOT) if at_s - self._hot_s >= _HOT_EVERY_S else None
+            hot = self._source.hot_prefixes(_NUM_HOT) if not self._hot or at_s - self._hot_s >= _HOT_EVERY_S else None
         except KVStoreError as err:
             with self._lock:
                 self._problem = err.message

@@ -1,7 +1,7 @@
 // The page: asks /api/now every two seconds, /api/history when the span changes, /api/plans now and then. Read-only.
 
 import { Chart, make } from "./chart.js";
-import { bytes, clock, count, exact, percent, perSecond, rate, ratio, seconds, tier, words } from "./format.js";
+import { bytes, clock, count, exact, percent, perSecond, rate, seconds, tier, words } from "./format.js";
 
 const DEADLINE_MS = 8000, LONGEST_PAUSE_MS = 30000, PLANS_EVERY_S = 4, HISTORY_EVERY_S = 60, FINE_SPAN_S = 600;
 const STALE_SAMPLES = 3;
@@ -181,7 +181,8 @@ function drawTiles(stats) {
     tile("GPU time saved", seconds(saved), "", spanNow ? `in ${span}: as if ${(saved / spanNow).toFixed(2)} more GPUs` : `in ${span}`),
     tile("TTFT saved", requests ? seconds(Math.max(0, sooner) / requests) : "–", "", `mean of ${count(requests)} requests, fetching counted`),
     tile("Held", bytes(held), "", `${count(stats.num_blocks)} blocks · ${exact(stats.num_leases)} leases · ${exact(stats.num_sessions)} sessions`));
-  const speed = fetches && fetches.num ? `fetches take ${ratio(fetches.ratio)} what was predicted` : "no fetch to judge predictions by";
+  const mean = kind => seconds((stats.seconds[`${kind}_fetch`] ?? 0) / fetches.num);
+  const speed = fetches?.num ? `a fetch takes ${mean("actual")}, ${mean("predicted")} predicted` : "nothing was fetched so far";
   $("tiles").children[2].lastChild.textContent += `; ${speed}`;
 }
 

@@ -14,7 +14,6 @@ export const bytes = value => known(value) ? scaled(value, 1024, ["B", "KiB", "M
 export const rate = value => known(value) ? scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]).join("\u2009") : "–";
 export const perSecond = value => known(value) ? `${scaled(value, 1000, ["", "\u2009k", "\u2009M", "\u2009G"]).join("")}/s` : "–";
 export const percent = value => known(value) ? `${(100 * value).toFixed(Math.abs(value) < 0.0995 && value ? 1 : 0)}\u2009%` : "–";
-export const ratio = value => known(value) ? `${value.toFixed(2)}\u2009×` : "–";
 
 export function seconds(value) {
   if (!known(value)) return "–";

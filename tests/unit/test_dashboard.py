@@ -165,10 +165,15 @@ def test_a_restart_is_no_change() -> None:
 
 
 def test_slow_fetches_are_an_alarm() -> None:
-    (alarm,) = alarms(pb.StatsReply(predictions=[pb.Prediction(kind="fetch", num=50, ratio=2.4)]))
+    def after(num: int, actual_s: float) -> pb.StatsReply:
+        slow = pb.Prediction(kind="fetch", num=num, ratio=2.4)
+        return pb.StatsReply(predictions=[slow], seconds={"predicted_fetch": 1.0, "actual_fetch": actual_s})
+
+    (alarm,) = alarms(after(50, 2.4))
 
     assert alarm.title == "Fetches take longer than predicted"
-    assert alarms(pb.StatsReply(predictions=[pb.Prediction(kind="fetch", num=5, ratio=2.4)])) == []
+    assert alarms(after(5, 2.4)) == []
+    assert alarms(after(50, 1.1)) == []  # 2 ms each
 
 
 # --- figures ------------------------------------------------------------------------------------------------------------

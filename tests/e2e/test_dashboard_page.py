@@ -1,0 +1,179 @@
+"""The dashboard in a real browser, over a real sidecar with drives that three engines use. Screenshots go to tests/artifacts."""
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from browser import Browser, find_chromium, running_browser
+from cluster_nodes import free_ports
+from engine_traffic import Traffic
+from prometheus_client.parser import text_string_to_metric_families
+from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+
+ARTIFACTS = Path(__file__).parent.parent / "artifacts"
+SCREENS = {"desktop": (1440, 900), "phone": (390, 844)}
+_LOADED = "document.querySelector('.tile .value') !== null && document.querySelector('.plan') !== null"
+
+
+class Shown(NamedTuple):
+    sidecar: SidecarProcess
+    browser: Browser
+    url: str
+
+    def figure(self, metric: str) -> int:
+        return int(self.browser.evaluate(f"document.querySelector('[data-metric=\"{metric}\"]').dataset.value"))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    """A sidecar that has had some seconds of load, and a browser."""
+    find_chromium()
+    folder = tmp_path_factory.mktemp("page")
+    (port,) = free_ports(1)
+    flags = ("--metrics-port", str(port), "--nvme", str(folder / "drive"), "--nvme-bytes", "64MiB", "--no-grpc")
+    with running_sidecar(folder, *flags, arena="24MiB") as sidecar, running_browser(folder) as browser:
+        yield Shown(sidecar, browser, f"http://127.0.0.1:{port}")
+
+
+def show(shown: Shown, screen: str = "desktop", theme: str = "dark") -> None:
+    width, height = SCREENS[screen]
+    shown.browser.open(f"{shown.url}/", width=width, height=height, theme=theme, mobile=screen == "phone")
+    shown.browser.wait_for(_LOADED)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """By name, and label value where there is one, as the page names them."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        "|".join((sample.name.removesuffix("_total"), *sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_figures_move_while_engines_work_and_are_those_of_metrics_at_rest(shown: Shown) -> None:
+    """Without a reload; to the token, and as the engines counted them themselves."""
+    shown.browser.open(f"{shown.url}/", width=1440, height=900, theme="dark")
+    with Traffic(str(shown.sidecar.socket)) as traffic:
+        shown.browser.wait_for(_LOADED)
+        shown.browser.wait_for("document.querySelectorAll('#chart-hits path').length > 0")
+        first = shown.figure("kvstore_requested_tokens")
+        shown.browser.wait_for(
+            f"Number(document.querySelector('[data-metric=kvstore_requested_tokens]').dataset.value) > {first}"
+        )
+    with tool(shown.sidecar) as client:
+        wait_until(lambda: client.stats().usage.num_requests == traffic.asked["requests"], "all settled")
+    shown.browser.wait_for(
+        f"document.querySelector('[data-metric=kvstore_requests]').dataset.value == {traffic.asked['requests']}"
+    )
+
+    exported = metrics(shown.url)
+    told = shown.browser.evaluate(
+        "[...document.querySelectorAll('[data-metric]')].map(each => [each.dataset.metric, Number(each.dataset.value)])"
+    )
+
+    assert len(told) >= 12
+    assert {name: exported[name] for name, _ in told} == dict(told)
+    assert shown.figure("kvstore_requested_tokens") == traffic.asked["requested_tokens"]
+    assert shown.figure("kvstore_hit_tokens|pinned") > 0
+    assert "%" in shown.browser.evaluate("document.querySelector('.tile .value').textContent")
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+@pytest.mark.parametrize("screen", SCREENS)
+def test_it_fits_any_screen_and_can_be_read_in_both_themes(shown: Shown, screen: str, theme: str) -> None:
+    show(shown, screen, theme)
+
+    shown.browser.screenshot(ARTIFACTS / f"dashboard-{screen}-{theme}.png", whole=True)
+
+    width = SCREENS[screen][0]
+    assert shown.browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.browser.evaluate(_PALE) == []
+
+
+_PALE = """(() => {
+  const parse = text => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const color = parse(getComputedStyle(element).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+    return [255, 255, 255];
+  };
+  const pale = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.getClientRects().length || element.closest("noscript")) continue;
+    const style = getComputedStyle(element), text = parse(element.namespaceURI.endsWith("svg") ? style.fill : style.color);
+    const [a, b] = [light(text), light(behind(element))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05), large = parseFloat(style.fontSize) >= 24;
+    if (ratio < (large ? 3 : 4.5)) pale.push(`${element.tagName} ${element.textContent.slice(0, 20)} ${ratio.toFixed(2)}`);
+  }
+  return pale;
+})()"""
+"""Texts whose contrast is below 4.5 to 1 (WCAG 2.2, 1.4.3; 3 to 1 where they are large)."""
+
+
+def test_everything_has_a_name_and_the_keyboard_reaches_it(shown: Shown) -> None:
+    show(shown)
+    browser = shown.browser
+
+    assert browser.evaluate("document.querySelectorAll('main, header, footer').length") == 3
+    assert browser.evaluate("document.documentElement.lang") == "en"
+    nameless = (
+        "[...document.querySelectorAll('section, [role=img], [role=region], button')]"
+        ".filter(each => !(each.getAttribute('aria-label') || each.getAttribute('aria-labelledby') || "
+        "each.getAttribute('title') || each.textContent.trim())).map(each => each.outerHTML.slice(0, 80))"
+    )
+    assert browser.evaluate(nameless) == []
+
+    seen = []
+    for _ in range(40):
+        browser.key("Tab", 9)
+        seen.append(browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"theme", "svg", "SUMMARY", "BUTTON"} <= set(seen)
+
+    browser.evaluate("document.querySelector('#chart-hits svg').focus()")
+    browser.key("ArrowLeft", 37)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", browser.evaluate("document.querySelector('#chart-hits .when').textContent"))
+    browser.evaluate("document.querySelector('#chart-hits summary').click()")
+    browser.wait_for("document.querySelectorAll('#chart-hits tbody tr').length > 1")
+
+
+def test_a_chosen_theme_and_span_stay(shown: Shown) -> None:
+    show(shown, theme="dark")
+    browser = shown.browser
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = browser.evaluate(background)
+
+    browser.evaluate("document.querySelector('#theme').click()")
+    browser.evaluate("document.querySelector('#spans button[value=\"3600\"]').click()")
+
+    assert browser.evaluate(background) != dark
+    assert browser.evaluate("document.querySelector('#spans [aria-pressed=true]').textContent") == "1 h"
+    show(shown, theme="dark")
+    assert browser.evaluate(background) != dark
+    browser.evaluate("localStorage.clear()")
+
+
+def test_a_sidecar_that_is_gone_is_said_and_no_page_asked_anybody_else(shown: Shown) -> None:
+    """The last one of this file: it ends the sidecar."""
+    show(shown)
+    browser = shown.browser
+    assert browser.problems == []
+    assert [url for url in browser.requests if not url.startswith((f"{shown.url}/", "data:", "about:"))] == []
+    assert len(browser.requests) > 10
+
+    shown.sidecar.kill()
+
+    browser.wait_for("document.querySelector('#live').textContent.startsWith('No answer')")
+    assert browser.evaluate("document.querySelector('main').classList.contains('stale')")
+    assert browser.evaluate("document.querySelector('.tile .value').textContent") != ""
