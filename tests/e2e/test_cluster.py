@@ -136,8 +136,10 @@ def test_a_node_is_killed_under_load_and_another_has_the_blocks(cluster: Cluster
     seeds = range(1, 5)
     for seed in seeds:
         first.put(seed, 16)
+    for seed in seeds:
         second.wait_until_found(seed, 16, "n1")
         get_all(second, seed, 16)
+    for seed in seeds:
         reader.wait_until_found(seed, 16, "n1")
         reader.wait_until_found(seed, 16, "n2")
 
