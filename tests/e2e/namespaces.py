@@ -34,6 +34,7 @@ class Network:
     """`namespaces` and `HOSTS`, end by end. A veth pair; with `tun` two devices that tun_cable.py joins."""
 
     def __init__(self, name: str, *, tun: bool = False) -> None:
+        name += str(os.getpid())  # what a killed run left is in nobody's way
         self.namespaces = (f"{name}a", f"{name}b")
         self._devices = (f"{name}0", f"{name}1")
         self._stack = contextlib.ExitStack()
@@ -113,7 +114,7 @@ def network(name: str, *, disturbed: bool = False) -> Iterator[Network]:
     for program in ("ip", "tc", "openssl"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: sh tests/setup_debian.sh")
-    made = Network(name, tun=disturbed and not _has_netem(f"{name}probe"))
+    made = Network(name, tun=disturbed and not _has_netem(f"{name}{os.getpid()}p"))
     try:
         try:
             made.make()
