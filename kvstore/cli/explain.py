@@ -34,20 +34,15 @@ def explain(*, request_id: str, last: int, socket: str | None, as_json: bool, de
 
 
 def _print(plans: list[Any]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from kvstore.cli.console import ago, wide_console
+
+    console = wide_console()
     for record in plans:
         plan = record.plan
-        console.print(Text.assemble((record.request_id, "bold"), (f"  {_ago(record.age_s)} ago", "dim")))
+        console.print(Text.assemble((record.request_id, "bold"), (f"  {ago(record.age_s)} ago", "dim")))
         console.print(Text(record.words))
         console.print(
             Text(f"Predicted: {plan.total_s:.3f} s this way, {plan.recompute_s:.3f} s all computed.\n", style="dim")
         )
-
-
-def _ago(age_s: float) -> str:
-    if age_s < 120:
-        return f"{age_s:.1f} s"
-    return f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.0f} h"

@@ -15,9 +15,11 @@ COMMANDS = {
     "demo": "kvstore.cli.demo:demo",
     "engine": "kvstore.cli.engine:engine",
     "explain": "kvstore.cli.explain:explain",
+    "inspect": "kvstore.cli.inspect:inspect",
     "route": "kvstore.cli.route:route",
     "serve": "kvstore.cli.serve:serve",
     "stat": "kvstore.cli.stat:stat",
+    "top": "kvstore.cli.top:top",
 }
 """Subcommand -> module:function. A subcommand's module is imported when it is run or its help is shown."""
 
@@ -28,9 +30,11 @@ SHORT_HELP = {
     "demo": "Show two engine processes share one prefill.",
     "engine": "Run the included engine.",
     "explain": "Say why requests fetched or computed.",
+    "inspect": "Say where a block lives, and what is known of it.",
     "route": "Spread requests over engines, to where their prefix is cached.",
     "serve": "Run the sidecar.",
     "stat": "Show what a running sidecar holds.",
+    "top": "Watch a running sidecar in the terminal.",
 }
 """For `kvstore --help`, which imports none of them."""
 

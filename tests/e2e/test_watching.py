@@ -1,0 +1,142 @@
+"""`kvstore top`, `stat` and `inspect` on a real sidecar that three engines have used."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from engine_traffic import Traffic
+from sidecar_process import ROOT, SPEC, SidecarProcess, running_sidecar, tool, wait_until
+
+from kvstore.proto import kvstore_pb2 as pb
+
+pytestmark = [pytest.mark.e2e]
+
+
+class Used(NamedTuple):
+    sidecar: SidecarProcess
+    stats: pb.StatsReply
+
+    def run(self, *arguments: str, status: int = 0, columns: str = "80") -> str:
+        """Into a pipe, as from a script in a terminal of 80 columns."""
+        command = [sys.executable, "-m", "kvstore.cli.main", arguments[0], "--socket", str(self.sidecar.socket)]
+        done = subprocess.run(
+            [*command, *arguments[1:]],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=30,
+            env=os.environ | {"COLUMNS": columns},
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        return done.stdout if status == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Used]:
+    folder = tmp_path_factory.mktemp("watched")
+    drive = ("--nvme", str(folder / ("drive-with-a-long-name-" + "x" * 60)), "--nvme-bytes", "32MiB", "--no-grpc")
+    with running_sidecar(folder, *drive) as sidecar, tool(sidecar) as client:
+        with Traffic(str(sidecar.socket)) as traffic:
+            wait_until(lambda: traffic.asked["requests"] > 60, "requests")
+        wait_until(lambda: client.stats().usage.num_requests == traffic.asked["requests"], "all settled")
+        wait_until(lambda: client.stats().tiers[1].writing_bytes == 0, "all written")
+        yield Used(sidecar, client.stats())
+
+
+def test_stat_cuts_nothing_and_counts_to_the_token(used: Used) -> None:
+    shown = used.run("stat")
+
+    assert "…" not in shown
+    assert "x" * 60 in shown
+    usage = used.stats.usage
+    assert f"{usage.requested_tokens:,}" in shown
+    assert f"{usage.hit_tokens['pinned']:,}" in shown
+    for counter in ("stored_blocks_total", "acquired_blocks_total"):
+        assert f"{used.stats.counters[counter]:,}" in shown
+    told = json.loads(used.run("stat", "--json"))
+    assert told["usage"]["requested_tokens"] == usage.requested_tokens
+    parts = sum(told["usage"]["hit_tokens"].values()) + sum(told["usage"]["missed_tokens"].values())
+    assert parts == usage.requested_tokens
+
+
+@pytest.mark.parametrize("flags", [(), ("--once",)])
+def test_top_into_a_pipe_is_one_picture(used: Used, flags: tuple[str, ...]) -> None:
+    shown = used.run("top", "--interval-s", "0.2", *flags)
+
+    assert shown.count("kvstore 0.") == 1
+    assert "no alarms" in shown
+    assert "hit rate" in shown
+    assert "RAM" in shown
+    assert "\x1b" not in shown
+
+
+def test_top_shows_rates_while_engines_work(used: Used) -> None:
+    with Traffic(str(used.sidecar.socket), seed=9):
+        shown = used.run("top", "--interval-s", "1")
+
+    line = next(line for line in shown.splitlines() if line.startswith("requests"))
+    assert float(line.split()[1].removesuffix("/s,").replace(",", "")) > 0
+    assert "loaded" in shown
+
+
+def test_inspect_tells_where_a_block_lives_by_part_of_its_hash_or_all(used: Used) -> None:
+    """Document 0 of engine_traffic, whose first eight blocks every tenant has."""
+    key = SPEC.hash.hash_blocks([1] * 128)[3]
+
+    whole = json.loads(used.run("inspect", key.hex(), "--json"))
+    part = json.loads(used.run("inspect", key.hex()[:9], "--json"))
+    text = used.run("inspect", key.hex()[:9])
+
+    assert whole["num_found"] == part["num_found"] == 3
+    assert {block["namespace"] for block in whole["blocks"]} == {
+        SPEC.namespace(t).hex() for t in ("search", "assistant", "")
+    }
+    block = next(each for each in whole["blocks"] if each["namespace"] == SPEC.namespace("search").hex())
+    assert block["position"] == 3
+    assert block["hits"] > 0
+    assert block["parent"] == SPEC.hash.hash_blocks([1] * 128)[2].hex()
+    assert {(copy["tier"], copy["state"]) for copy in block["copies"]} >= {("nvme", "ready")}
+    assert block["leases"] == []
+    assert all(plan["namespace"] == block["namespace"] for plan in block["plans"])
+    assert block["plans"]
+    assert f"block {key.hex()}" in text
+    assert "nvme: ready" in text
+
+
+def test_inspect_tells_who_uses_a_block(used: Used) -> None:
+    from sidecar_process import connected
+
+    keys = SPEC.hash.hash_blocks([1] * 128)
+    with connected(used.sidecar) as engine:
+        grant = engine.acquire("long read", engine.namespaces[0].namespace, keys[:2])
+        text = used.run("inspect", keys[1].hex())
+        engine.release(grant.lease_id, pb.LOADED, num_loaded=2)
+
+    assert f"read lease {grant.lease_id} for long read" in text
+
+
+def test_inspect_tells_what_a_namespace_is(used: Used) -> None:
+    text = used.run("inspect", SPEC.namespace("search").hex()[:10])
+
+    assert "tenant search" in text
+    assert "weights = tests" in text
+    assert "dtype = float16" in text
+
+
+def test_inspect_says_what_is_not_known_and_what_is_no_hash(used: Used) -> None:
+    assert "is known here" in used.run("inspect", "0123456789abcdef" * 2)
+    assert "use 4 to 64 hex digits" in used.run("inspect", "xyz", status=2)
+
+
+def test_only_trusted_tools_may_inspect(used: Used) -> None:
+    from sidecar_process import connected
+
+    from kvstore.core.errors import ProtocolError
+
+    with connected(used.sidecar) as engine, pytest.raises(ProtocolError, match=r"^role: .*only TOOL"):
+        engine.inspect("0123")
