@@ -95,7 +95,8 @@ class Cluster:
         """Listen, and let the others know. Blocks shortly. Raises ConfigError, and PeerUnavailable when no link can be had."""
         from kvstore.peer_mover import PeerMover
 
-        self._endpoints = [self._open_endpoint(kind) for kind in self._config.links]
+        for kind in self._config.links:
+            self._endpoints += self._open_endpoints(kind)
         links = tuple(LinkDescriptor(endpoint.kind, endpoint.describe()) for endpoint in self._endpoints)
         config = self._config
         node = Node(
@@ -157,7 +158,7 @@ class Cluster:
 
     def nodes(self) -> Sequence[tuple[Node, list[str]]]:
         """The others, and the kinds of links that we have in common, the preferred one first."""
-        ours = [endpoint.kind for endpoint in self._endpoints]
+        ours = list(dict.fromkeys(endpoint.kind for endpoint in self._endpoints))
         return [
             (node, [kind for kind in ours if kind in {link.kind for link in node.links}])
             for node in self.directory.nodes()
@@ -229,27 +230,31 @@ class Cluster:
 
     # --- opening --------------------------------------------------------------------------------------------------------
 
-    def _open_endpoint(self, kind: str) -> Endpoint:
+    def _open_endpoints(self, kind: str) -> list[Endpoint]:
         arena = self._arena
         if kind == "rdma":
             from kvstore.transport.rdma import RdmaEndpoint
 
-            return RdmaEndpoint(memory=arena.memory, generations=arena.generations).open()
+            return [RdmaEndpoint(memory=arena.memory, generations=arena.generations).open()]
         from kvstore.transport.tcp import TcpEndpoint
 
         config = self._config
-        host = config.link_host or config.grpc_tcp.rpartition(":")[0].strip("[]")
+        ours = config.grpc_tcp.rpartition(":")[0].strip("[]")
         advertised = (config.advertise or config.grpc_tcp).rpartition(":")[0].strip("[]")
-        return TcpEndpoint(
-            memory=arena.memory,
-            generations=arena.generations,
-            gatekeeper=self._gate,
-            security=_tcp_security(config, self.secret),
-            host=host,
-            port=config.link_port,
-            advertise=config.link_host or advertised,
-            fd=arena.fd,
-        ).open()
+        interfaces = [(host, host) for host in config.link_hosts] or [(ours, advertised)]
+        return [
+            TcpEndpoint(
+                memory=arena.memory,
+                generations=arena.generations,
+                gatekeeper=self._gate,
+                security=_tcp_security(config, self.secret),
+                host=host,
+                port=config.link_port,
+                advertise=advertise,
+                fd=arena.fd,
+            ).open()
+            for host, advertise in interfaces
+        ]
 
     def _make_directory(self, node: Node) -> Directory:
         config = self._config

@@ -127,7 +127,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     links: Annotated[
         tuple[str, ...], _doc("kinds of data links to offer, the preferred one first: rdma, tcp", max_length=2)
     ] = ("tcp",)
-    link_host: Annotated[str, _doc("address that the TCP link is bound to; empty: that of grpc_tcp")] = ""
+    link_hosts: Annotated[
+        tuple[str, ...],
+        _doc("addresses that the TCP link listens on, one for each network interface; none: that of grpc_tcp", "hosts"),
+    ] = ()
     link_port: Annotated[int, _doc("port of the TCP link; 0: any", "port", ge=0, le=65535)] = 0
     peer_secret_file: Annotated[
         str, _doc("file with a secret that all nodes share; needed where there is no mutual TLS")

@@ -123,9 +123,7 @@ class HttpServer:
             stats = self._snapshot()
         except KVStoreError as err:
             stuck = {"problem": "loop_stuck", "subject": "", "reason": err.message}
-            return _json(
-                {"ready": False, "reason": err.message, "problems": [stuck]}, HTTPStatus.SERVICE_UNAVAILABLE
-            )
+            return _json({"ready": False, "reason": err.message, "problems": [stuck]}, HTTPStatus.SERVICE_UNAVAILABLE)
         problems = [
             {"problem": each.problem, "subject": each.subject, "reason": each.reason} for each in stats.problems
         ]

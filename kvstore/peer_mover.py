@@ -19,6 +19,7 @@ import numpy as np
 
 from kvstore.core.errors import KVStoreError, LeaseRefused, Overloaded, PeerUnavailable
 from kvstore.core.loans import Fetch, FetchDone, LoanProblem
+from kvstore.link_choice import KnownLink, best_first
 from kvstore.peer_control import PeerControl
 from kvstore.peer_identity import Identity
 from kvstore.proto import kvstore_pb2 as pb
@@ -121,7 +122,7 @@ class _Lane:
     threads: set[threading.Thread] = field(default_factory=set)
     num_idle: int = 0
     control: PeerControl | None = None
-    links: dict[str, tuple[int, Link]] = field(default_factory=dict)  # by kind: the node's epoch, and the link
+    links: dict[str, KnownLink] = field(default_factory=dict)  # by name
 
 
 class PeerMover:
@@ -130,7 +131,9 @@ class PeerMover:
 
     def __init__(self, directory: Directory, endpoints: Sequence[Endpoint], identity: Identity, report: Report) -> None:
         self._directory = directory
-        self._endpoints = {endpoint.kind: endpoint for endpoint in endpoints}
+        self._endpoints: dict[str, Endpoint] = {}
+        for endpoint in endpoints:
+            self._endpoints.setdefault(endpoint.kind, endpoint)  # any of a kind reads from all interfaces of a node
         self._identity = identity
         self._report = report
         self._lock = threading.Lock()
@@ -163,10 +166,10 @@ class PeerMover:
             job.fail(LoanProblem.CANCELLED)
 
     def links(self) -> Mapping[tuple[str, str], Link]:
-        """By node and kind, for metrics."""
+        """By node and name (KnownLink), for metrics."""
         with self._lock:
             return {
-                (lane.node_id, kind): link for lane in self._lanes.values() for kind, (_, link) in lane.links.items()
+                (lane.node_id, name): known.link for lane in self._lanes.values() for name, known in lane.links.items()
             }
 
     def stop(self, deadline_s: float) -> None:
@@ -236,7 +239,7 @@ class PeerMover:
                 return None
             if not lane.waiting and self._lanes.get(lane.node_id) is lane:
                 del self._lanes[lane.node_id]
-            control, links = lane.control, [link for _, link in lane.links.values()]
+            control, links = lane.control, [known.link for known in lane.links.values()]
             lane.control, lane.links = None, {}
         if control is not None:
             control.close()
@@ -313,7 +316,7 @@ class PeerMover:
         offsets, generations, checksums = (
             np.frombuffer(column, "<u8").tolist() for column in (reply.offsets, reply.generations, reply.checksums)
         )
-        for link in self._usable_links(lane, node):
+        for link in self._usable_links(lane, node, fetch.nbytes * len(offsets)):
             left_s = job.left_s
             if left_s <= 0:
                 break
@@ -344,29 +347,28 @@ class PeerMover:
             old.close()
         return control
 
-    def _usable_links(self, lane: _Lane, node: Node) -> list[Link]:
-        """Links that both speak, ours first in preference, those that fail now last."""
-        links = []
+    def _usable_links(self, lane: _Lane, node: Node, nbytes: int) -> list[Link]:
+        """Links that both speak, the best for `nbytes` first: each interface that the node describes is one."""
+        links: list[KnownLink] = []
         for kind, endpoint in self._endpoints.items():
-            payload = next((link.payload for link in node.links if link.kind == kind), None)
-            if payload is None:
-                continue
-            try:
-                links.append(self._link(lane, node, endpoint, payload))
-            except KVStoreError as err:
-                logger.warning("no link node=%s kind=%s error=%s", node.node_id, kind, err.message)
-        return sorted(links, key=lambda link: link.health().state == "failing")
+            payloads = [link.payload for link in node.links if link.kind == kind]
+            for number, payload in enumerate(payloads, 1):
+                name = kind if number == 1 else f"{kind} {number}"
+                try:
+                    links.append(self._link(lane, node, name, endpoint, payload))
+                except KVStoreError as err:
+                    logger.warning("no link node=%s link=%s error=%s", node.node_id, name, err.message)
+        return [known.link for known in best_first(links, nbytes, time.monotonic())]
 
-    def _link(self, lane: _Lane, node: Node, endpoint: Endpoint, payload: bytes) -> Link:
+    def _link(self, lane: _Lane, node: Node, name: str, endpoint: Endpoint, payload: bytes) -> KnownLink:
         with self._lock:
-            epoch, old = lane.links.get(endpoint.kind, (0, None))
-            if old is not None and epoch == node.epoch:
+            old = lane.links.get(name)
+            if old is not None and old.epoch == node.epoch:
                 return old
-            link = endpoint.connect(node.node_id, payload)
-            lane.links[endpoint.kind] = (node.epoch, link)
+            known = lane.links[name] = KnownLink(name, node.epoch, endpoint.connect(node.node_id, payload))
         if old is not None:
-            _close_later(old)
-        return link
+            _close_later(old.link)
+        return known
 
 
 def _close_later(link: Link) -> None:

@@ -176,6 +176,17 @@ def test_a_node_is_killed_under_load_and_another_has_the_blocks(cluster: Cluster
         node.expect_nothing_held()
 
 
+def test_a_node_with_two_interfaces_is_read(cluster: ClusterOfNodes) -> None:
+    hosts = ("--link-hosts", "127.0.0.1", "--link-hosts", "127.0.0.2")
+    first, second = cluster.start("n1", "n2", own={"n1": hosts})
+    first.put(1, 24)
+    second.wait_until_found(1, 24, "n1")
+    get_all(second, 1, 24)
+    (peer,) = second.stats().peers
+    assert list(peer.links) == ["tcp"]
+    assert peer.fetched_bytes >= 24 * BLOCK_NBYTES
+
+
 def test_with_two_copies_what_is_read_again_outlives_its_node(cluster: ClusterOfNodes) -> None:
     first, *others = cluster.start("n1", "n2", "n3", flags=("--copies", "2"))
     for node in others:

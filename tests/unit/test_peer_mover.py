@@ -94,6 +94,7 @@ def test_a_link_that_says_nothing_at_all_leaves_its_blocks_unsettled(
     class MuteLink:
         def __init__(self, link: object) -> None:
             self.health = link.health  # type: ignore[attr-defined]
+            self.stats = link.stats  # type: ignore[attr-defined]
             self.close = lambda _deadline_s: True
 
         def read(self, batch, *, lease, deadline_s, on_done) -> None:
