@@ -524,6 +524,9 @@ class Dispatcher:
         reply = pb.InspectReply(next_row=found.next_row, num_found=found.num_found, boot_id=self._boot_id)
         if not request.first_row:
             reply.namespaces.extend(namespace_reply(*each) for each in inspector.namespaces(digits))
+            if len(digits) % 2 == 0:
+                absences = self._store.absences(bytes.fromhex(digits))
+                reply.absences.extend(pb.Absence(namespace=namespace, reason=why) for namespace, why in absences)
         for row in found.rows:
             view = inspector.block(row)
             holdings = [

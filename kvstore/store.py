@@ -215,6 +215,16 @@ class Store:
         reasons = {reason: found for reason, rows in counts.items() if (found := int(np.count_nonzero(rows)))}
         return {**reasons, **self._removed.count(namespace, [keys[i] for i in gone])}
 
+    def absences(self, key: bytes) -> list[tuple[bytes, str]]:
+        """Namespaces in which the block was once, and the reason why it is not now, as far as is remembered."""
+        return [
+            (entry.namespace, reason)
+            for entry in self._index.namespaces
+            if entry.spec.hash.digest_nbytes == len(key) and not self.holds(entry.namespace, key)
+            for reason in self._removed.count(entry.namespace, [key])
+            if reason != "never_stored"
+        ]
+
     def prefetch(self, namespace: bytes, keys: Sequence[bytes], first_needed: int, now_s: float) -> Prefetch:
         """Bring the readable prefix from block `first_needed` on to RAM, as far as there is room. Owns nothing."""
         self.expire(now_s)

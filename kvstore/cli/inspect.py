@@ -35,7 +35,7 @@ def inspect(*, prefix: str, socket: str | None, as_json: bool, deadline_s: float
         found = client.inspect(prefix)
     if as_json:
         click.echo(json.dumps(fields_of(found), indent=2))
-    elif found.blocks or found.namespaces:
+    elif found.blocks or found.namespaces or found.absences:
         _print(found)
     else:
         click.echo(f"no block and no namespace that begins with {prefix!r} is known here")
@@ -43,12 +43,17 @@ def inspect(*, prefix: str, socket: str | None, as_json: bool, deadline_s: float
 
 def _print(found: "pb.InspectReply") -> None:
     from kvstore.cli.console import wide_console
+    from kvstore.usage import MISSES
 
     console = wide_console()
     for namespace in found.namespaces:
         _print_namespace(console, namespace)
     for block in found.blocks:
         _print_block(console, block)
+    for absence in found.absences:
+        console.print(
+            f"not in namespace {absence.namespace.hex()} any more: {MISSES.get(absence.reason, absence.reason)}"
+        )
     if found.num_found > len(found.blocks):
         console.print(f"{found.num_found - len(found.blocks):,} more blocks begin so; give more digits")
 

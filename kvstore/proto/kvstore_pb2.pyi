@@ -904,16 +904,26 @@ class InspectedNamespace(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
     def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ...) -> None: ...
 
+class Absence(_message.Message):
+    __slots__ = ("namespace", "reason")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    reason: str
+    def __init__(self, namespace: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class InspectReply(_message.Message):
-    __slots__ = ("namespaces", "blocks", "next_row", "num_found", "boot_id")
+    __slots__ = ("namespaces", "blocks", "next_row", "num_found", "boot_id", "absences")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEXT_ROW_FIELD_NUMBER: _ClassVar[int]
     NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ABSENCES_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[InspectedNamespace]
     blocks: _containers.RepeatedCompositeFieldContainer[InspectedBlock]
     next_row: int
     num_found: int
     boot_id: bytes
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[InspectedNamespace, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[InspectedBlock, _Mapping]]] = ..., next_row: _Optional[int] = ..., num_found: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    absences: _containers.RepeatedCompositeFieldContainer[Absence]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[InspectedNamespace, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[InspectedBlock, _Mapping]]] = ..., next_row: _Optional[int] = ..., num_found: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., absences: _Optional[_Iterable[_Union[Absence, _Mapping]]] = ...) -> None: ...

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import pytest
 from engine_traffic import Traffic
-from sidecar_process import ROOT, SPEC, SidecarProcess, running_sidecar, tool, wait_until
+from sidecar_process import ROOT, SPEC, SidecarProcess, connected, running_sidecar, tool, wait_until
 
+from kvstore.core.errors import ProtocolError
 from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = [pytest.mark.e2e]
@@ -109,8 +110,6 @@ def test_inspect_tells_where_a_block_lives_by_part_of_its_hash_or_all(used: Used
 
 
 def test_inspect_tells_who_uses_a_block(used: Used) -> None:
-    from sidecar_process import connected
-
     keys = SPEC.hash.hash_blocks([1] * 128)
     with connected(used.sidecar) as engine:
         grant = engine.acquire("long read", engine.namespaces[0].namespace, keys[:2])
@@ -128,15 +127,23 @@ def test_inspect_tells_what_a_namespace_is(used: Used) -> None:
     assert "dtype = float16" in text
 
 
+def test_inspect_remembers_why_a_block_is_gone(used: Used) -> None:
+    key = SPEC.hash.hash_blocks([999] * 16)[0]
+    with connected(used.sidecar) as engine:
+        namespace = engine.namespaces[0].namespace
+        engine.commit(engine.reserve("gone soon", namespace, [key]).lease_id)
+        engine.drop(namespace, [key])
+
+    text = used.run("inspect", key.hex())
+
+    assert f"not in namespace {namespace.hex()} any more: it was removed by Drop" in text
+
+
 def test_inspect_says_what_is_not_known_and_what_is_no_hash(used: Used) -> None:
     assert "is known here" in used.run("inspect", "0123456789abcdef" * 2)
     assert "use 4 to 64 hex digits" in used.run("inspect", "xyz", status=2)
 
 
 def test_only_trusted_tools_may_inspect(used: Used) -> None:
-    from sidecar_process import connected
-
-    from kvstore.core.errors import ProtocolError
-
     with connected(used.sidecar) as engine, pytest.raises(ProtocolError, match=r"^role: .*only TOOL"):
         engine.inspect("0123")
