@@ -25,6 +25,7 @@ from kvstore.core.limits import (
     SLOT_ALIGN_BYTES,
     UNVERIFIED_DRAIN_S,
 )
+from kvstore.eviction import DEFAULT_POLICY, POLICIES
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "wait before memory comes back from an engine whose processes cannot be watched", "seconds", ge=0, le=3600
         ),
     ] = UNVERIFIED_DRAIN_S
+    eviction: Annotated[
+        str,
+        _doc("which blocks are given up when a tier is full (kvstore replay compares them)", choices=tuple(POLICIES)),
+    ] = DEFAULT_POLICY
+    tenant_quota: Annotated[
+        float,
+        _doc("part of a tier beyond which a tenant's own blocks go first, whoever needs room", "fraction", gt=0, le=1),
+    ] = 1.0
     nvme: Annotated[
         tuple[str, ...],
         _doc("directories to keep blocks in, one on each drive; none: RAM only", "directories", max_length=_MAX_DRIVES),

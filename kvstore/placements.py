@@ -61,6 +61,13 @@ class PlacementTable:
         """Copies in any state."""
         return sum(map(sum, self.counts))
 
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """Bytes, by slot, of each tenant's copies in any state."""
+        held: dict[str, int] = {}
+        for count, entry in zip(self.counts, self._index.namespaces, strict=False):
+            held[entry.tenant] = held.get(entry.tenant, 0) + sum(count) * entry.slot_nbytes
+        return held
+
     def num_bytes(self, state: int) -> int:
         """Bytes, by slot, of the copies in that state."""
         namespaces = self._index.namespaces

@@ -30,6 +30,7 @@ from kvstore.core.errors import TierIOError
 from kvstore.core.limits import GRPC_CALL_DEADLINE_S, STOP_DEADLINE_S
 from kvstore.core.moves import DRIVE_SHIFT, Forget, MoveDone
 from kvstore.dispatcher import Dispatcher
+from kvstore.eviction import make_policy
 from kvstore.kv_events import KVEvents
 from kvstore.loop_calls import call_on_loop
 from kvstore.loop_lag import LagTimer
@@ -106,6 +107,7 @@ class Sidecar:
             pinned=slots,
             nvme=drives.slots if drives else None,
             spill=_spill_policy(config),
+            make_policy=make_policy(config.eviction, tenant_quota=config.tenant_quota),
             limbo_fraction=config.limbo_fraction,
             on_event=_to_both(cluster.on_event, events.on_event) if events else cluster.on_event,
             directory=cluster.directory if isinstance(cluster, Cluster) else None,

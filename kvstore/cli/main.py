@@ -16,8 +16,10 @@ COMMANDS = {
     "engine": "kvstore.cli.engine:engine",
     "explain": "kvstore.cli.explain:explain",
     "inspect": "kvstore.cli.inspect:inspect",
+    "replay": "kvstore.cli.replay:replay",
     "route": "kvstore.cli.route:route",
     "serve": "kvstore.cli.serve:serve",
+    "size": "kvstore.cli.size:size",
     "stat": "kvstore.cli.stat:stat",
     "top": "kvstore.cli.top:top",
 }
@@ -31,8 +33,10 @@ SHORT_HELP = {
     "engine": "Run the included engine.",
     "explain": "Say why requests fetched or computed.",
     "inspect": "Say where a block lives, and what is known of it.",
+    "replay": "Replay a trace: what it would have hit.",
     "route": "Spread requests over engines, to where their prefix is cached.",
     "serve": "Run the sidecar.",
+    "size": "Say how much memory a trace is worth.",
     "stat": "Show what a running sidecar holds.",
     "top": "Watch a running sidecar in the terminal.",
 }

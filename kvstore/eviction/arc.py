@@ -7,7 +7,7 @@ from kvstore.eviction.columns import Column
 from kvstore.eviction.ghosts import Ghosts
 from kvstore.eviction.lru import by_last_use
 from kvstore.eviction.order import LeafOrder
-from kvstore.eviction.policy import Candidates
+from kvstore.eviction.policy import TierRows
 from kvstore.index import BlockIndex, Rows
 
 _NONE, _ONCE, _AGAIN, _NEW, _BACK = range(5)
@@ -20,15 +20,16 @@ class Arc(LeafPolicy):
     should be longer. (Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache, FAST 2003.) Here the lengths count
     all blocks and a victim is the oldest leaf of its list; what was evicted is remembered for one filling of the tier."""
 
-    def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
-        super().__init__(index, candidates)
+    def __init__(self, index: BlockIndex, tier: TierRows) -> None:
+        super().__init__(index, tier)
+        self._tier = tier
         self._list = Column(index, np.uint8)
-        self._once = LeafOrder(index, candidates, by_last_use(index))
-        self._again = LeafOrder(index, candidates, by_last_use(index))
+        self._once = LeafOrder(index, tier, by_last_use(index))
+        self._again = LeafOrder(index, tier, by_last_use(index))
         self.orders = (self._once, self._again)
         self._num_once = 0
         self._target = 0.0  # of _num_once
-        self._ghosts = Ghosts(index, candidates, history=2)
+        self._ghosts = Ghosts(index, tier, history=2)
         self._num_ghosts = {_ONCE: 0, _AGAIN: 0}
 
     def offer(self, row: int) -> None:
@@ -38,7 +39,7 @@ class Arc(LeafPolicy):
     def stored(self, rows: Rows) -> None:
         """See EvictionPolicy."""
         self._list.grow()
-        capacity = max(1, self.candidates.num_placed())
+        capacity = max(1, self._tier.num_placed())
         for row in rows.tolist():
             self._num_once -= self._is_once(row) and self._list.at[row] != _NONE  # another block's, that was dropped
             known = self._ghosts.take(row)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.core.limits import MAX_GHOSTS
-from kvstore.eviction.policy import Candidates
+from kvstore.eviction.policy import TierRows
 from kvstore.index import NO_PARENT, BlockIndex, Rows
 
 HISTORY = 32
@@ -40,9 +40,9 @@ class Ghosts:
     The clock counts blocks used (`index.num_uses`).
     """
 
-    def __init__(self, index: BlockIndex, candidates: Candidates, *, history: int = HISTORY) -> None:
+    def __init__(self, index: BlockIndex, tier: TierRows, *, history: int = HISTORY) -> None:
         self._index = index
-        self._candidates = candidates
+        self._tier = tier
         self._history = history
         self._num_evicted = 0
         self.capacity = 1  # blocks that the tier holds
@@ -109,7 +109,7 @@ class Ghosts:
         return number & self._mask, (number >> 32) or 1
 
     def _resize(self) -> None:
-        self.capacity = max(1, self._candidates.num_placed())
+        self.capacity = max(1, self._tier.num_placed())
         wanted = min(self._history * self.capacity, MAX_GHOSTS)
         num_slots = 1 << math.ceil(math.log2(max(_FIRST_SLOTS, wanted)))
         if num_slots > self._mask + 1:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvstore.eviction.base import LeafPolicy
 from kvstore.eviction.ghosts import Ghosts
 from kvstore.eviction.order import LeafOrder
-from kvstore.eviction.policy import Candidates
+from kvstore.eviction.policy import Candidates, TierRows
 from kvstore.index import BlockIndex, Rows
 
 _USED_TWICE = 1 << 46  # beyond any logical time, and with it far below the 63 bits of a queued key
@@ -55,11 +55,11 @@ class LeafLru2(LeafPolicy):
     its retained information; its correlated references are left out by `BlockIndex.use`.)
     """
 
-    def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
-        super().__init__(index, candidates)
-        self._order = LeafOrder(index, candidates, by_prior_use(index))
+    def __init__(self, index: BlockIndex, tier: TierRows) -> None:
+        super().__init__(index, tier)
+        self._order = LeafOrder(index, tier, by_prior_use(index))
         self.orders = (self._order,)
-        self.ghosts = Ghosts(index, candidates)
+        self.ghosts = Ghosts(index, tier)
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""

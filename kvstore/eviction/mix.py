@@ -6,7 +6,7 @@ from kvstore.eviction.base import LeafPolicy
 from kvstore.eviction.ghosts import Ghost, Ghosts
 from kvstore.eviction.lru import by_last_use, by_prior_use
 from kvstore.eviction.order import LeafOrder
-from kvstore.eviction.policy import Candidates
+from kvstore.eviction.policy import TierRows
 from kvstore.index import BlockIndex, Rows
 
 _LEARNING_RATE = 0.45
@@ -26,13 +26,13 @@ class AdaptiveMix(LeafPolicy):
     proportion to the weights the same calls give the same victims, and hits of small tiers do not depend on a seed.)
     """
 
-    def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
-        super().__init__(index, candidates)
+    def __init__(self, index: BlockIndex, tier: TierRows) -> None:
+        super().__init__(index, tier)
         self.orders = (
-            LeafOrder(index, candidates, by_last_use(index)),
-            LeafOrder(index, candidates, by_prior_use(index)),
+            LeafOrder(index, tier, by_last_use(index)),
+            LeafOrder(index, tier, by_prior_use(index)),
         )
-        self.ghosts = Ghosts(index, candidates)
+        self.ghosts = Ghosts(index, tier)
         self.lru2_weight = 0.5
         self._owed = 0.0  # turns of LRU-2
 

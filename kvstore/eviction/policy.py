@@ -13,8 +13,16 @@ class Candidates(Protocol):
         """Whether the row may go now."""
         ...
 
+
+class TierRows(Candidates, Protocol):
+    """What a tier holds; PlacementTable is one."""
+
     def num_placed(self) -> int:
         """How many rows the tier holds."""
+        ...
+
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """What each tenant's rows take. O(namespaces)."""
         ...
 
 

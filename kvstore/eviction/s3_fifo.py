@@ -6,7 +6,7 @@ from kvstore.eviction.base import LeafPolicy
 from kvstore.eviction.columns import Column
 from kvstore.eviction.ghosts import Ghosts
 from kvstore.eviction.order import LeafOrder
-from kvstore.eviction.policy import Candidates
+from kvstore.eviction.policy import TierRows
 from kvstore.index import BlockIndex, Rows
 
 _SMALL_FRACTION = 0.1
@@ -23,17 +23,18 @@ class S3Fifo(LeafPolicy):
     cache eviction, SOSP 2023.) Here a block's place in a queue comes up when it is a leaf.
     """
 
-    def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
-        super().__init__(index, candidates)
+    def __init__(self, index: BlockIndex, tier: TierRows) -> None:
+        super().__init__(index, tier)
+        self._tier = tier
         self._queue = Column(index, np.uint8)
         self._place = Column(index, np.int64)
         self._uses = Column(index, np.int8)
         self._num_places = 0
-        self._small = LeafOrder(index, candidates, self._place_of)
-        self._main = LeafOrder(index, candidates, self._place_of)
+        self._small = LeafOrder(index, tier, self._place_of)
+        self._main = LeafOrder(index, tier, self._place_of)
         self.orders = (self._small, self._main)
         self._num_small = 0
-        self._ghosts = Ghosts(index, candidates, history=1)
+        self._ghosts = Ghosts(index, tier, history=1)
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
@@ -49,7 +50,7 @@ class S3Fifo(LeafPolicy):
             self._queue.at[row] = _SMALL
             self._uses.at[row] = -1  # its first use is what stores it
             self._next_place(row)
-            if known is not None and known.age <= 1:
+            if known is not None:
                 self._to_main(row)
 
     def used(self, rows: Rows) -> None:
@@ -60,7 +61,7 @@ class S3Fifo(LeafPolicy):
     def choose(self) -> int | None:
         """See LeafPolicy. Each turn that evicts nothing takes uses from a row, or moves it."""
         while True:
-            from_small = self._num_small > _SMALL_FRACTION * self.candidates.num_placed()
+            from_small = self._num_small > _SMALL_FRACTION * self._tier.num_placed()
             order = self._small if from_small else self._main
             row = order.pop()
             if row is None:

@@ -8,7 +8,7 @@ from kvstore.costs import PrefillCost, block_value
 from kvstore.eviction.base import LeafPolicy
 from kvstore.eviction.columns import Column
 from kvstore.eviction.order import LeafOrder
-from kvstore.eviction.policy import Candidates
+from kvstore.eviction.policy import TierRows
 from kvstore.index import NO_PARENT, BlockIndex, Rows
 
 TYPICAL_PREFILL = PrefillCost(t0_s=0.0, a_s=22.2e-6, b_s=0.94e-9)
@@ -27,13 +27,14 @@ class ValuePerByte(LeafPolicy):
     half-lives, a use at time t adds 2^t. They only grow while a row holds a block. (Uses with decay: Lee et al., LRFU, 2001.)
     """
 
-    def __init__(self, index: BlockIndex, candidates: Candidates, *, prefill: PrefillCost = TYPICAL_PREFILL) -> None:
-        super().__init__(index, candidates)
+    def __init__(self, index: BlockIndex, tier: TierRows, *, prefill: PrefillCost = TYPICAL_PREFILL) -> None:
+        super().__init__(index, tier)
+        self._tier = tier
         self._prefill = prefill
         self._uses = Column(index, np.float64)  # log2 of the decayed count
         self._value = Column(index, np.float64)  # log2 of seconds a byte
         self._depth = Column(index, np.int32)
-        self._order = LeafOrder(index, candidates, self._key)
+        self._order = LeafOrder(index, tier, self._key)
         self.orders = (self._order,)
         self._half_lives = 0.0
         self._num_uses = 0
@@ -59,7 +60,7 @@ class ValuePerByte(LeafPolicy):
     def used(self, rows: Rows) -> None:
         """See EvictionPolicy."""
         num_uses = self.index.num_uses
-        self._half_lives += (num_uses - self._num_uses) / max(1, self.candidates.num_placed())
+        self._half_lives += (num_uses - self._num_uses) / max(1, self._tier.num_placed())
         self._num_uses = num_uses
         self._uses.grow()
         self._uses.values[rows] = np.logaddexp2(self._uses.values[rows], self._half_lives)

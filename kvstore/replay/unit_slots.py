@@ -86,3 +86,18 @@ class UnitSlots:
         """No slot is free twice, or free and in limbo."""
         assert len(set(self._free)) == len(self._free)
         assert not self._limbo & set(self._free)
+
+
+class UnitDrive(UnitSlots):
+    """A DriveSlots of one drive."""
+
+    _is_open = True
+
+    @property
+    def open_drives(self) -> tuple[int, ...]:
+        """See DriveSlots."""
+        return (0,) if self._is_open else ()
+
+    def set_open(self, drive: int, *, is_open: bool) -> None:  # noqa: ARG002 - there is one
+        """See DriveSlots."""
+        self._is_open = is_open

@@ -1,0 +1,73 @@
+"""RAM and NVMe under replay: the whole store, with its verbs, leases and write policies. Moves end at once."""
+
+from kvstore.core.blocks import Holder
+from kvstore.core.limits import MAX_KEYS_PER_CALL
+from kvstore.core.moves import MoveDone, Urgency
+from kvstore.core.plans import TIERS
+from kvstore.eviction import MakePolicy
+from kvstore.replay.cache import block_key, replay_spec
+from kvstore.replay.run import Found
+from kvstore.replay.trace import BLOCK_TOKENS, ReplayRequest
+from kvstore.replay.unit_slots import UnitDrive, UnitSlots
+from kvstore.spill import SpillPolicy
+from kvstore.store import Store
+
+_HOLDER = Holder(b"replay".ljust(16, b"."), 1)
+_LEASE_S = 30.0
+_RAM, _NVME = (TIERS.index(name) for name in ("pinned", "nvme"))
+
+
+class TwoTiers:
+    """A request asks what there is, fetches it, and stores the rest: an engine that computes in no time."""
+
+    def __init__(
+        self,
+        ram_blocks: int,
+        nvme_blocks: int,
+        make_policy: MakePolicy,
+        spill: SpillPolicy,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
+        self.store = Store(
+            pinned=UnitSlots(ram_blocks), nvme=UnitDrive(nvme_blocks), spill=spill, make_policy=make_policy
+        )
+        self.store.start_spilling({}, 0.0)
+        self._spec = replay_spec(block_tokens)
+        self._namespaces: dict[str, bytes] = {}
+        self.num_written = 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks that RAM gave up."""
+        return self.store.stats().counters["evicted_blocks_total"]
+
+    def replay(self, request: ReplayRequest) -> Found:
+        """See run.Replayed."""
+        store, now_s = self.store, request.at_s
+        namespace = self._namespaces.get(request.tenant)
+        if namespace is None:
+            namespace = store.open_namespace(self._spec, request.tenant).namespace
+            self._namespaces[request.tenant] = namespace
+        keys = [block_key(block) for block in request.blocks[:MAX_KEYS_PER_CALL]]
+        match = store.match(namespace, keys, now_s)
+        if match.num_blocks:
+            lease_id = store.acquire(_HOLDER, "", namespace, keys[: match.num_blocks], 0, _LEASE_S, now_s).lease_id
+            self._settle(now_s)
+            if lease_id:
+                store.release(_HOLDER, lease_id, now_s)
+        if missing := keys[match.num_blocks :]:
+            parent = keys[match.num_blocks - 1] if match.num_blocks else b""
+            lease_id = store.reserve(_HOLDER, "", namespace, parent, missing, _LEASE_S, now_s).lease_id
+            if lease_id:
+                store.commit(_HOLDER, lease_id, None, now_s)
+        store.tick(now_s)
+        self._settle(now_s)
+        return Found(match.tiers.count(_RAM), match.tiers.count(_NVME))
+
+    def _settle(self, now_s: float) -> None:
+        """What is ordered ends well at once."""
+        while any(orders := self.store.take_orders(now_s)):
+            self.num_written += sum(move.urgency is Urgency.WRITE for move in orders.moves)
+            self.store.finish_moves([MoveDone(move.move_id, 0, None) for move in orders.moves], now_s)
+            self.store.finish_forgets(orders.forgets)
