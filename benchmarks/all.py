@@ -17,6 +17,7 @@ NAMES = (
     "directory_scale",
     "link_rdma",
     "overhead",
+    "metrics_cost",
     "index_memory",
     "engine_speed",
     "disaggregation",
