@@ -15,6 +15,7 @@ need redis-cli redis-tools
 need ip iproute2
 need tc iproute2
 need openssl openssl
+need promtool prometheus
 need chromium chromium # 100 MB
 [ -n "$missing" ] || exit 0
 
