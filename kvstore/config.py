@@ -37,6 +37,7 @@ _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 _EVENTS_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5}|\*)|ipc://\S+")
 _LINKS = ("rdma", "tcp")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_FORMATS = ("keyvalue", "json")
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 _MAX_DRIVES = 64  # each has threads of its own
 
@@ -154,6 +155,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
     log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
+    log_format: Annotated[str, _doc("how: lines of name=value, or a JSON object a line", choices=_LOG_FORMATS)] = (
+        "keyvalue"
+    )
 
     def __post_init__(self) -> None:
         for setting in settings():

@@ -335,6 +335,17 @@ class Dispatcher:
         first = wish.first_needed + plan.num_blocks
         if first < match.num_blocks:
             self._store.probe(namespace, keys, first, now_s)
+        logger.debug(
+            "planned request=%s plan=%d tokens=%d found=%d fetch=%d total_s=%.4f recompute_s=%.4f reason=%s",
+            wish.request_id,
+            plan_id,
+            wish.num_tokens,
+            match.num_blocks - wish.first_needed,
+            plan.num_blocks,
+            plan.total_s,
+            plan.recompute_s,
+            plan.reason,
+        )
         return match._replace(plan=plan, plan_id=plan_id)
 
     def _acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireReply:
@@ -367,6 +378,14 @@ class Dispatcher:
             grant.ready,
             now_s,
         )
+        logger.debug(
+            "leased request=%s plan=%d lease=%d blocks=%d on_their_way=%d",
+            request.request_id,
+            request.plan_id,
+            grant.lease_id,
+            len(grant.ready),
+            grant.ready.count(0),
+        )
         if all(grant.ready):
             self._cluster.on_read(request.namespace, keys[: grant.num_blocks], grant.block_nbytes)
         return pb.AcquireReply(
@@ -390,6 +409,13 @@ class Dispatcher:
         check_duration("seconds", request.seconds)
         outcome = outcome_name(request.outcome, request.num_loaded)
         self.advisor.released(request.lease_id, outcome, request.num_loaded, request.seconds)
+        logger.debug(
+            "released lease=%d outcome=%s loaded=%d seconds=%.4f",
+            request.lease_id,
+            outcome,
+            request.num_loaded,
+            request.seconds,
+        )
         loaded_nbytes = self.usage.released(
             request.lease_id, outcome, request.num_loaded, request.seconds, self._store.num_awaited(request.lease_id)
         )
@@ -438,6 +464,14 @@ class Dispatcher:
             keep_s=request.keep_s,
         )
         self._on_leases_changed()
+        logger.debug(
+            "reserved request=%s lease=%d offered=%d granted=%d declined=%s",
+            request.request_id,
+            grant.lease_id,
+            len(keys),
+            len(grant.slots.offsets),
+            grant.declined_reason,
+        )
         return pb.ReserveReply(
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,

@@ -1,14 +1,14 @@
 """`kvstore serve`: run the sidecar in the foreground."""
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from kvstore.config import Setting, format_size, load_config, settings
+from kvstore.logs import LogFormat, configure
 
 _SHORT = {"arena_bytes": "--arena", "segment_bytes": "--segment"}
 """Flags whose name is not that of their setting with dashes."""
@@ -63,9 +63,7 @@ def serve(file: Path | None, **flags: object) -> None:
     from kvstore.sidecar import Sidecar
 
     config = load_config(file=file, environ=os.environ, flags=_given(flags))
-    logging.basicConfig(
-        level=config.log_level.upper(), format="time=%(asctime)s level=%(levelname)s source=%(name)s %(message)s"
-    )
+    configure(config.log_level, cast("LogFormat", config.log_format))
     uvloop.run(Sidecar(config, on_ready=click.echo).run())
 
 

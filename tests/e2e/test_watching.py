@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -142,6 +145,30 @@ def test_inspect_remembers_why_a_block_is_gone(used: Used) -> None:
 def test_inspect_says_what_is_not_known_and_what_is_no_hash(used: Used) -> None:
     assert "is known here" in used.run("inspect", "0123456789abcdef" * 2)
     assert "use 4 to 64 hex digits" in used.run("inspect", "xyz", status=2)
+
+
+@pytest.mark.parametrize("log_format", ["keyvalue", "json"])
+def test_each_decision_is_a_line_at_debug(tmp_path: Path, log_format: str) -> None:
+    flags = ("--no-grpc", "--log-level", "debug", "--log-format", log_format)
+    with running_sidecar(tmp_path, *flags) as sidecar:
+        with Traffic(str(sidecar.socket)) as traffic:
+            wait_until(lambda: traffic.asked["requests"] > 10, "requests")
+        lines = [line for line in sidecar.log.splitlines() if line]
+
+    events = [json.loads(line) if log_format == "json" else read_line(line) for line in lines]
+    counts = Counter(event["event"] for event in events)
+    assert counts["planned"] == counts["reserved"] == traffic.asked["requests"]
+    assert counts["leased"] == counts["released"] > 0
+    planned = next(event for event in events if event["event"] == "planned")
+    assert {"request", "plan", "tokens", "found", "fetch", "total_s", "recompute_s", "reason"} < set(planned)
+    assert all({"time", "level", "source", "event"} <= set(event) for event in events)
+
+
+def read_line(line: str) -> dict[str, str]:
+    """As a log collector does it."""
+    found = re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)(?: |$)', line)
+    assert " ".join(f"{name}={value}" for name, value in found) == line
+    return {name: json.loads(value) if value.startswith('"') else value for name, value in found}
 
 
 def test_only_trusted_tools_may_inspect(used: Used) -> None:
