@@ -95,6 +95,7 @@ class Advisor:
             prefill,
         )
         self._num_plans += 1
+        self._log.settle_old(now_s)
         self._log.add(
             PlanRecord(
                 plan_id=self._num_plans,
@@ -118,9 +119,9 @@ class Advisor:
         """An engine carries out its plan; lease 0: there was nothing left to lease."""
         self._log.granted(plan_id, instance, lease_id)
 
-    def released(self, lease_id: int, outcome: str, num_loaded: int, seconds: float) -> None:
-        """A lease has ended; it need not be one of a plan."""
-        record = self._log.released(lease_id, outcome, num_loaded, seconds)
+    def released(self, instance: bytes, lease_id: int, outcome: str, num_loaded: int, seconds: float) -> None:
+        """An instance says that a lease has ended; it need not be one of a plan, nor its own."""
+        record = self._log.released(instance, lease_id, outcome, num_loaded, seconds)
         if record is None:
             return
         self._saved_s += record.saved_s
@@ -153,9 +154,17 @@ class Advisor:
             return None
         return block_value(prefill, position_tokens, block_tokens, nbytes, reuse_probability)
 
+    def settle_old(self, now_s: float) -> None:
+        """See PlanLog."""
+        self._log.settle_old(now_s)
+
     def records(self, request_id: str, namespaces: Collection[bytes] | None) -> Iterator[PlanRecord]:
         """See PlanLog.newest."""
         return self._log.newest(request_id, namespaces)
+
+    def check(self) -> None:
+        """See PlanLog.check."""
+        self._log.check()
 
     def _engine(self, namespace: bytes, instance: bytes) -> _Engine:
         key = namespace, instance

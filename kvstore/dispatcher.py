@@ -38,7 +38,7 @@ from kvstore.field_checks import check_duration, check_enum, check_first_needed,
 from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
 from kvstore.mover import Mover, NoMover
 from kvstore.peer_identity import proof as peer_proof
-from kvstore.plan_messages import outcome_name, read_samples, read_wish, record_reply
+from kvstore.plan_messages import check_copy, outcome_name, read_samples, read_wish, record_reply
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.sessions import Peer, Session, Sessions
 from kvstore.stats_reply import stats_reply
@@ -408,7 +408,6 @@ class Dispatcher:
         check_enum("outcome", request.outcome, _OUTCOMES)
         check_duration("seconds", request.seconds)
         outcome = outcome_name(request.outcome, request.num_loaded)
-        self.advisor.released(request.lease_id, outcome, request.num_loaded, request.seconds)
         logger.debug(
             "released lease=%d outcome=%s loaded=%d seconds=%.4f",
             request.lease_id,
@@ -416,9 +415,9 @@ class Dispatcher:
             request.num_loaded,
             request.seconds,
         )
-        loaded_nbytes = self.usage.released(
-            request.lease_id, outcome, request.num_loaded, request.seconds, self._store.num_awaited(request.lease_id)
-        )
+        ended = session.holder.instance, request.lease_id, outcome, request.num_loaded, request.seconds
+        self.advisor.released(*ended)
+        loaded_nbytes = self.usage.released(*ended, self._store.num_awaited(request.lease_id))
         if loaded_nbytes:
             self._store.meters.transfer(_PINNED, "read", loaded_nbytes, request.seconds or None)
         self._store.release(session.holder, request.lease_id, self._clock.now_s())
@@ -516,14 +515,9 @@ class Dispatcher:
 
     def _report(self, session: Session, request: pb.ReportRequest) -> pb.ReportReply:
         self._keys(session, request.namespace, b"")
-        check_duration("copy_s", request.copy_s)
-        self.advisor.report(
-            session.holder.instance,
-            request.namespace,
-            read_samples(request.prefill),
-            request.copy_bytes,
-            request.copy_s,
-        )
+        check_copy(request.copy_bytes, request.copy_s)
+        samples = read_samples(request.prefill)
+        self.advisor.report(session.holder.instance, request.namespace, samples, request.copy_bytes, request.copy_s)
         return pb.ReportReply(boot_id=self._boot_id)
 
     def _explain(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
@@ -532,8 +526,9 @@ class Dispatcher:
                 "request_id", f"{len(request.request_id.encode())} bytes", f"use at most {MAX_REQUEST_ID_BYTES}"
             )
         last = min(request.last or _DEFAULT_EXPLAINED, MAX_EXPLAINED_PLANS)
-        records = self.advisor.records(request.request_id, None if self._is_operator(session) else session.namespaces)
         now_s = self._clock.now_s()
+        self.advisor.settle_old(now_s)
+        records = self.advisor.records(request.request_id, None if self._is_operator(session) else session.namespaces)
         return pb.ExplainReply(
             plans=[record_reply(record, now_s) for record in islice(records, last)], boot_id=self._boot_id
         )

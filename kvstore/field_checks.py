@@ -1,11 +1,10 @@
 """Checks of fields that came over the wire. Each raises RemoteProtocolError, which names the field, the value and what would
 be right."""
 
-import math
 from collections.abc import Mapping
 
 from kvstore.core.errors import RemoteProtocolError
-from kvstore.core.limits import MAX_REQUEST_ID_BYTES
+from kvstore.core.limits import MAX_DURATION_S, MAX_REQUEST_ID_BYTES
 
 
 def wrong(field: str, value: object, right: str) -> RemoteProtocolError:
@@ -28,8 +27,8 @@ def check_first_needed(first_needed: int, num_keys: int, field: str = "first_nee
 
 def check_duration(field: str, value_s: float) -> None:
     """Seconds."""
-    if not (math.isfinite(value_s) and value_s >= 0):
-        raise wrong(field, value_s, "use seconds, 0 or more (0: the default)")
+    if not 0 <= value_s <= MAX_DURATION_S:
+        raise wrong(field, value_s, f"use seconds, 0 to {MAX_DURATION_S:g} (0: the default)")
 
 
 def check_enum(field: str, value: int, known: Mapping[int, str]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.core.limits import MAX_REMEMBERED_PLANS
+from kvstore.core.limits import LOAD_SETTLE_S, MAX_REMEMBERED_PLANS
 from kvstore.core.plans import TIERS, FetchPlan, MatchWish
 from kvstore.costs import PrefillCost, TierQuote
 
@@ -22,7 +22,7 @@ class TierShare(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class PlanRecord:
-    """One plan. `outcome` goes planned -> fetching -> loaded | partly | failed | cancelled, or stays recompute."""
+    """One plan. `outcome` goes planned -> fetching -> loaded | partly | failed | cancelled | unknown, or stays recompute."""
 
     plan_id: int
     instance: bytes
@@ -86,6 +86,8 @@ class PlanRecord:
                 return "The engine computed."
             case "fetching":
                 return "On its way."
+            case "unknown":
+                return "The engine never told how that ended."
         rest = self.plan.num_blocks - self.num_loaded
         who = "the engine computed the other" if rest else "none was left to the engine:"
         return f"{self.outcome.capitalize()}: {self.num_loaded} blocks in {self.actual_s:.3f} s, {who} {rest}."
@@ -116,17 +118,37 @@ class PlanLog:
         if record is None or record.instance != instance:
             return
         record.outcome = "fetching" if lease_id else "failed"
+        self._by_lease.pop(self._lease_of.pop(plan_id, 0), None)  # carried out twice: the last time counts
         if lease_id:
             self._by_lease[lease_id] = record
             self._lease_of[plan_id] = lease_id
 
-    def released(self, lease_id: int, outcome: str, num_loaded: int, seconds: float) -> PlanRecord | None:
-        """The plan that the lease carried out, with what became of it."""
-        record = self._by_lease.pop(lease_id, None)
-        if record is not None:
-            del self._lease_of[record.plan_id]
-            record.outcome, record.num_loaded, record.actual_s = outcome, num_loaded, seconds
+    def released(
+        self, instance: bytes, lease_id: int, outcome: str, num_loaded: int, seconds: float
+    ) -> PlanRecord | None:
+        """The plan that this instance's lease carried out, with what became of it."""
+        record = self._by_lease.get(lease_id)
+        if record is None or record.instance != instance:
+            return None
+        del self._by_lease[lease_id], self._lease_of[record.plan_id]
+        record.outcome, record.actual_s = outcome, seconds
+        record.num_loaded = min(num_loaded, record.plan.num_blocks)
         return record
+
+    def check(self) -> None:
+        """Assert that leases are of plans that are remembered, one each."""
+        assert len(self._ring) == len(self._by_id) <= self._max_plans
+        assert self._lease_of == {record.plan_id: lease_id for lease_id, record in self._by_lease.items()}
+        assert self._lease_of.keys() <= self._by_id.keys()
+
+    def settle_old(self, now_s: float) -> None:
+        """Loads whose end was never told: their engine died, or their lease expired."""
+        while self._by_lease:
+            lease_id, record = next(iter(self._by_lease.items()))
+            if record.at_s + LOAD_SETTLE_S > now_s:
+                return
+            del self._by_lease[lease_id], self._lease_of[record.plan_id]
+            record.outcome = "unknown"
 
     def newest(self, request_id: str, namespaces: Collection[bytes] | None) -> Iterator[PlanRecord]:
         """Newest first: of one request or of all ("") in these namespaces, or in all (None)."""

@@ -3,13 +3,16 @@
 import numpy as np
 
 from kvstore.advisor import PrefillSample
-from kvstore.core.limits import MAX_PREFILL_SAMPLES, MAX_PROMPT_TOKENS
+from kvstore.core.limits import MAX_DURATION_S, MAX_PREFILL_SAMPLES, MAX_PROMPT_TOKENS
 from kvstore.core.plans import TIERS, MatchWish
 from kvstore.field_checks import check_duration, check_first_needed, check_request_id, wrong
 from kvstore.plan_log import PlanRecord, TierShare
 from kvstore.proto import kvstore_pb2 as pb
 
 _SAMPLE_NBYTES = 8 * len(PrefillSample._fields)
+
+_STEP_S = (1e-9, MAX_DURATION_S)
+"""The shortest and the longest time that anybody can have measured; what computers make of others is not a speed."""
 
 
 def read_wish(wish: pb.PlanWish, num_keys: int) -> MatchWish:
@@ -32,7 +35,22 @@ def read_samples(packed: bytes) -> list[PrefillSample]:
     samples = np.frombuffer(packed, "<f8").reshape(-1, len(PrefillSample._fields))
     if not (np.isfinite(samples).all() and (samples > 0).all()):
         raise wrong("prefill", "a number", "tokens, pairs and seconds are finite and more than 0")
+    tokens, pairs, seconds = samples.T
+    if (tokens > MAX_PROMPT_TOKENS).any() or (pairs > tokens * MAX_PROMPT_TOKENS).any():
+        most = f"at most {MAX_PROMPT_TOKENS} tokens in a step, and as many pairs to each of them"
+        raise wrong("prefill", f"{tokens.max():g} tokens, {pairs.max():g} pairs", most)
+    if (seconds < _STEP_S[0]).any() or (seconds > _STEP_S[1]).any():
+        raise wrong(
+            "prefill", f"{seconds.min():g} to {seconds.max():g} s", f"use {_STEP_S[0]:g} to {_STEP_S[1]:g} s a step"
+        )
     return [PrefillSample(*sample) for sample in samples.tolist()]
+
+
+def check_copy(nbytes: int, seconds: float) -> None:
+    """ReportRequest.copy_bytes and copy_s; 0 s: there was no copy."""
+    check_duration("copy_s", seconds)
+    if nbytes and 0 < seconds < _STEP_S[0]:
+        raise wrong("copy_s", seconds, f"use {_STEP_S[0]:g} s or more, or 0: there was no copy")
 
 
 def outcome_name(outcome: int, num_loaded: int) -> str:

@@ -204,11 +204,13 @@ class Usage:
         if len(self._loading) > MAX_OPEN_REQUESTS:
             self._give_up(next(iter(self._loading.values())), "unknown")
 
-    def released(self, lease_id: int, outcome: str, num_loaded: int, seconds: float, num_awaited: int) -> int:
-        """A lease has ended; it need not be a reader's. `outcome` as in PlanRecord; `num_awaited` of its blocks had not come.
-        Bytes that were loaded."""
+    def released(  # noqa: PLR0917 - what a Release is made of
+        self, instance: bytes, lease_id: int, outcome: str, num_loaded: int, seconds: float, num_awaited: int
+    ) -> int:
+        """An instance says that a lease has ended; it need not be a reader's, nor its own. `outcome` as in PlanRecord;
+        `num_awaited` of its blocks had not come. Bytes that were loaded."""
         request = self._loading.get(lease_id)
-        if request is None:
+        if request is None or request.instance != instance:
             return 0
         self._forget(request)
         num_granted = len(request.wanted)

@@ -99,6 +99,9 @@ MAX_PREFILL_SAMPLES = 1024
 MAX_PROMPT_TOKENS = 1 << 24
 """Tokens of a request that is to be planned. More: RemoteProtocolError."""
 
+MAX_DURATION_S = 1e9
+"""Any time that comes over the wire, some 30 years. More: RemoteProtocolError; sums of such stay numbers."""
+
 MAX_EXPLAINED_PLANS = 1000
 """Plans in one Explain reply; a larger wish is cut to this."""
 

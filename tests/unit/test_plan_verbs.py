@@ -11,8 +11,8 @@ from small_store import PAGE
 
 from kvstore.core.blocks import Holder
 from kvstore.core.clock import ManualClock
-from kvstore.core.errors import RemoteProtocolError
-from kvstore.core.limits import MAX_PREFILL_SAMPLES
+from kvstore.core.errors import RemoteProtocolError, UnknownLease
+from kvstore.core.limits import LOAD_SETTLE_S, MAX_PREFILL_SAMPLES
 from kvstore.core.moves import Move, Urgency
 from kvstore.dispatcher import Dispatcher
 from kvstore.metrics import StatsCollector
@@ -269,3 +269,85 @@ def test_tools_have_no_wishes_and_report_nothing(house: House) -> None:
         house.call(Verb.MATCH, wish, tool)
     with pytest.raises(RemoteProtocolError, match="instance"):
         house.call(Verb.REPORT, pb.ReportRequest(namespace=house.small.namespace), tool)
+
+
+@pytest.mark.parametrize(
+    ("report", "field"),
+    [
+        ({"steps": [(1e308, 1e308, 1.0)]}, "prefill"),
+        ({"steps": [(100.0, 1e308, 1.0)]}, "prefill"),
+        ({"steps": [(100.0, 5e3, 5e-324)]}, "prefill"),
+        ({"steps": [(100.0, 5e3, 1e308)]}, "prefill"),
+        ({"steps": [], "copy_bytes": 1 << 63, "copy_s": 5e-324}, "copy_s"),
+        ({"steps": [], "copy_bytes": 1 << 63, "copy_s": 1e308}, "copy_s"),
+    ],
+)
+def test_a_report_of_what_no_clock_can_have_measured_spoils_no_plan(
+    house: House, report: dict[str, Any], field: str
+) -> None:
+    house.compute_at(0.01)
+    before = house.match().plan
+    with pytest.raises(RemoteProtocolError) as caught:
+        house.report(**report)
+    assert caught.value.fields["field"] == field
+    after = house.match().plan
+    assert (after.num_blocks, after.total_s) == (before.num_blocks, before.total_s)
+
+
+def test_the_most_and_the_least_that_may_be_reported_leave_plans_that_are_numbers(house: House) -> None:
+    house.report([(float(1 << 24), float(1 << 48), 1e-9)] * 10, copy_bytes=(1 << 64) - 1, copy_s=1e-9)
+    house.report([(1.0, 1e-300, 1e9), (1.0, float(1 << 24), 1e9), (1e6, 1.0, 1e9)] * 10, copy_bytes=1 << 20, copy_s=1e9)
+    wish = {"compute_wait_s": 1e9, "compute_price": 1e9, "deadline_s": 1e9}
+    plan = house.match(both_ends=True, **wish).plan
+    assert np.isfinite([plan.fetch_s, plan.recompute_s, plan.total_s, plan.deadline_s]).all()
+
+
+def test_a_plan_that_is_carried_out_twice_is_counted_once_and_keeps_no_leases(house: House) -> None:
+    plan = house.match().plan
+    leases = []
+    for i in range(100):
+        request = pb.AcquireRequest(
+            request_id=f"x{i}", namespace=house.small.namespace, keys=house.keys[:160], plan_id=plan.plan_id
+        )
+        leases.append(house.call(Verb.ACQUIRE, request).lease_id)
+        house.dispatcher.advisor.check()
+    house.arrive(0.2)
+    for lease_id in leases:
+        house.call(Verb.RELEASE, pb.ReleaseRequest(lease_id=lease_id, outcome=pb.LOADED, num_loaded=10, seconds=0.2))
+        house.dispatcher.advisor.check()
+    assert house.explain()[0].outcome == "loaded"
+
+
+def test_nobody_else_tells_how_a_load_ended(house: House) -> None:
+    house.compute_at(0.01)
+    plan = house.match().plan
+    lease = house.acquire(plan.plan_id, 10)
+    release = pb.ReleaseRequest(lease_id=lease.lease_id, outcome=pb.LOADED, num_loaded=10, seconds=0.2)
+    with pytest.raises(UnknownLease):
+        house.call(Verb.RELEASE, release, house.session(b"engine two......", pb.BOTH))
+    assert house.explain()[0].outcome == "fetching"
+    assert house.dispatcher.advisor.seconds["saved_prefill"] == 0.0
+    house.call(Verb.RELEASE, release)
+    assert house.explain()[0].outcome == "loaded"
+
+
+def test_no_more_is_loaded_than_was_planned(house: House) -> None:
+    house.compute_at(0.01)
+    plan = house.match().plan
+    lease = house.acquire(plan.plan_id, plan.num_blocks)
+    house.arrive(0.2)
+    release = pb.ReleaseRequest(lease_id=lease.lease_id, outcome=pb.LOADED, num_loaded=1 << 31, seconds=0.2)
+    house.call(Verb.RELEASE, release)
+    (record,) = house.explain()
+    assert record.num_loaded == plan.num_blocks
+    assert "the engine: 0" in record.words
+    assert house.dispatcher.advisor.seconds["saved_prefill"] == pytest.approx(plan.num_blocks * 16 * 0.01)
+
+
+def test_a_load_whose_end_is_never_told_is_not_on_its_way_for_ever(house: House) -> None:
+    house.acquire(house.match().plan.plan_id, 10)
+    house.clock.advance(LOAD_SETTLE_S - 1)
+    assert house.explain()[0].outcome == "fetching"
+    house.clock.advance(1)
+    assert house.explain()[0].outcome == "unknown"
+    house.dispatcher.advisor.check()

@@ -62,7 +62,7 @@ class Asking:
     def release(
         self, lease_id: int, outcome: str, num_loaded: int = 0, *, seconds: float = 0.1, awaited: int = 0
     ) -> int:
-        nbytes = self.usage.released(lease_id, outcome, num_loaded, seconds, awaited)
+        nbytes = self.usage.released(ENGINE, lease_id, outcome, num_loaded, seconds, awaited)
         self.usage.check()
         return nbytes
 
