@@ -45,7 +45,7 @@ export class Chart {
     this.svg.addEventListener("keydown", event => this.key(event));
   }
 
-  // series: [{ label, title, color, values }], values as long as at; a title says more of the label
+  // series: [{ label, title, color, dashed, values }], values as long as at; a title says more of the label
   update(at, series) {
     this.data = { at, series };
     if (this.cursor !== null) this.cursor = Math.min(this.cursor, at.length - 1);
@@ -75,7 +75,7 @@ export class Chart {
       }
     }
     layers.forEach((layer, number) => {
-      const style = { vars: { "--c": series[number].color }, class: this.stacked ? "area" : "line" };
+      const style = { vars: { "--c": series[number].color }, class: this.stacked ? "area" : series[number].dashed ? "line dashed" : "line" };
       const path = this.stacked ? areaPath(layer, this.x, y) : linePath(layer, this.x, y);
       if (path) parts.push(make("svg:path", { d: path, ...style }));
       if (this.stacked && path) parts.push(make("svg:path", { d: linePath(layer, this.x, y), class: "line thin", vars: style.vars }));
@@ -106,8 +106,8 @@ export class Chart {
 
   tell() {
     const { at, series } = this.data, index = this.cursor ?? at.length - 1;
-    const items = series.map(({ label, title, color, values }) => make("li", { title },
-      make("span", { class: "swatch", vars: { "--c": color }, "aria-hidden": "true" }), make("span", { class: "name" }, label), " ",
+    const items = series.map(({ label, title, color, dashed, values }) => make("li", { title },
+      make("span", { class: dashed ? "swatch dashed" : "swatch", vars: { "--c": color }, "aria-hidden": "true" }), make("span", { class: "name" }, label), " ",
       make("b", {}, this.format(values[index] ?? null))));
     this.legend.replaceChildren(...items);
     const said = series.map(({ label, values }) => `${label} ${this.format(values[index] ?? null)}`).join(", ");

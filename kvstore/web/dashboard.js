@@ -198,7 +198,7 @@ function drawCharts() {
   charts.moved.update(at, flows.map(([name, values]) => {
     const [where, direction] = name.split(".");
     seen[where] = (seen[where] ?? -1) + 1;
-    return { label: `${tier(where)} ${direction ?? ""}`, color: seen[where] ? `color-mix(in srgb, ${color(where)} 55%, var(--text))` : color(where), values };
+    return { label: `${tier(where)} ${direction ?? ""}`, color: color(where), dashed: seen[where] > 0, values };
   }));
   charts.removed.update(at, grown("removed.").map(([name, values], i) => {
     const [where, reason] = name.split(".");
