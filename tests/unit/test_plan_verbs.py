@@ -60,6 +60,7 @@ class House:
     def call(self, verb: Verb, request: Any, session: Session | None = None) -> Any:
         reply = self.dispatcher.call(session or self.engine, verb, request)
         self.small.store.check()
+        self.dispatcher.usage.check()
         return reply
 
     def match(self, **wish: Any) -> pb.MatchReply:
