@@ -6,8 +6,10 @@ event, so that its reader knows why; anything else is cut off.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import aiohttp
 import msgspec
@@ -37,6 +39,8 @@ _HOP_BY_HOP = frozenset(
 _MAX_REFUSAL_BYTES = 64 << 10
 _REPEATED_STATUSES = frozenset({429, 503})
 """Another engine may have room."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""Not to be found in an answer's head."""
 
 ENGINE_HEADER = "x-kvstore-engine"
 """In every answer: whose it is."""
@@ -76,6 +80,7 @@ class Forward:
         engine = carried.engine
         upstream = await self._head(asked, engine)
         try:
+            _require_head(upstream, engine)
             if upstream.status in _REPEATED_STATUSES:
                 raise NoAnswer("refused", await self._whole(upstream, engine))
             on_head()
@@ -88,7 +93,8 @@ class Forward:
 
     async def _head(self, asked: Asked, engine: Engine) -> aiohttp.ClientResponse:
         request = asked.request
-        url = URL(engine.url + request.raw_path, encoded=True)
+        target = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
+        url = URL(engine.url + target, encoded=True)  # not of the host that a target for a proxy names
         headers = _passed_on(request.headers)
         try:
             return await self._session.request(
@@ -112,12 +118,18 @@ class Forward:
             raise NoAnswer("closed", _told(engine, 502, f"closed the connection: {_reason(err)}")) from err
 
     async def _whole(self, upstream: aiohttp.ClientResponse, engine: Engine) -> web.Response:
-        """A short answer, kept until it is known whether it is needed."""
+        """A short answer, kept until it is known whether it is needed; ours in its place when it is not short, or not whole."""
+        body = b""
         try:
             async with asyncio.timeout(self._silence_s):
-                body = await upstream.content.read(_MAX_REFUSAL_BYTES)
-        except (aiohttp.ClientError, ConnectionError, TimeoutError):
-            body = b""
+                while len(body) <= _MAX_REFUSAL_BYTES and (chunk := await upstream.content.readany()):
+                    body += chunk
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as err:
+            return _told(engine, upstream.status, f"broke off: {_reason(err)}")
+        if len(body) > _MAX_REFUSAL_BYTES:
+            return _told(
+                engine, upstream.status, f"answered {upstream.status} and more than {_MAX_REFUSAL_BYTES} bytes"
+            )
         headers = _passed_on(upstream.headers)
         headers[ENGINE_HEADER] = engine.url
         return web.Response(status=upstream.status, body=body, headers=headers)
@@ -158,6 +170,14 @@ class Forward:
             await response.write_eof()
         elif request.transport is not None:
             request.transport.abort()
+
+
+def _require_head(upstream: aiohttp.ClientResponse, engine: Engine) -> None:
+    """Raises Refusal for one that cannot be passed on."""
+    if upstream.status < HTTPStatus.OK:
+        raise _refusal(engine, 502, f"not HTTP: {upstream.status}, which nobody asked for")
+    if any(map(_CONTROL.search, (upstream.reason or "", *upstream.headers.values()))):
+        raise _refusal(engine, 502, "not HTTP: a control character in the head of its answer")
 
 
 def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
@@ -190,6 +192,10 @@ class Router:
     async def _route(self, request: web.Request) -> web.StreamResponse:
         """One engine after the other, until one answers."""
         arrived_s = time.monotonic()
+        if any(step in {".", ".."} for step in re.split(r"[/\\]", unquote(request.path))):
+            raise Refusal(
+                HTTPStatus.BAD_REQUEST, f"path: {request.path[:200]!r} leads elsewhere; use one without . and .."
+            )
         body = await self._bodies.read(request) if request.can_read_body else b""
         has_prompt = request.method == "POST" and request.path in _PROMPT_PATHS
         keys = read_keys(body, request.headers) if has_prompt else ()
