@@ -8,10 +8,14 @@ from typing import NamedTuple
 
 import pytest
 from browser import Browser, find_chromium, running_browser
+from busy_node import BusyNode, filled_dashboard
 from cluster_nodes import free_ports
 from engine_traffic import Traffic
 from prometheus_client.parser import text_string_to_metric_families
 from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
+
+from kvstore.http_server import HttpServer
+from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 
@@ -162,6 +166,46 @@ def test_a_chosen_theme_and_span_stay(shown: Shown) -> None:
     show(shown, theme="dark")
     assert browser.evaluate(background) != dark
     browser.evaluate("localStorage.clear()")
+
+
+class HostileNode(BusyNode):
+    """Names that would do harm if they were taken for HTML."""
+
+    NAME = "<img src=x onerror=alert(1)>"
+
+    def stats(self) -> pb.StatsReply:
+        stats = super().stats()
+        for each in stats.tenants:
+            each.tenant = self.NAME
+        for peer in stats.peers:
+            peer.node_id = self.NAME
+        stats.problems[0].reason = self.NAME
+        return stats
+
+
+def test_names_are_text_and_a_loop_that_is_stuck_is_the_first_alarm(shown: Shown) -> None:
+    node, browser = HostileNode(), shown.browser
+    dashboard = filled_dashboard(node, hours=0.3)
+    server = HttpServer("127.0.0.1", 0, node.stats, dashboard)
+    server.start()
+    try:
+        width, height = SCREENS["desktop"]
+        browser.open(f"http://127.0.0.1:{server.port}/", width=width, height=height, theme="light")
+        browser.wait_for(_LOADED)
+        assert browser.evaluate("document.querySelectorAll('img').length") == 0
+        assert browser.evaluate("document.querySelector('#tenants tbody th').textContent") == node.NAME
+        assert browser.evaluate("document.querySelectorAll('.alarm').length") == 2
+        browser.screenshot(ARTIFACTS / "dashboard-alarms.png", whole=True)
+
+        node.away = True
+        dashboard.sample()
+
+        browser.wait_for("document.querySelector('.alarm strong').textContent == 'The brain loop does not answer'")
+        assert browser.evaluate("document.querySelector('#live').textContent").startswith("Stale")
+    finally:
+        server.stop()
+        browser.open("about:blank", width=width, height=height, theme="light")
+        browser.requests[:] = [url for url in browser.requests if f":{server.port}/" not in url]
 
 
 def test_a_sidecar_that_is_gone_is_said_and_no_page_asked_anybody_else(shown: Shown) -> None:

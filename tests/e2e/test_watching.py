@@ -2,9 +2,13 @@
 
 import json
 import os
+import pty
 import re
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +90,59 @@ def test_top_shows_rates_while_engines_work(used: Used) -> None:
     line = next(line for line in shown.splitlines() if line.startswith("requests"))
     assert float(line.split()[1].removesuffix("/s,").replace(",", "")) > 0
     assert "loaded" in shown
+
+
+def test_top_in_a_terminal_goes_on_without_the_sidecar_until_it_is_stopped(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with running_sidecar(tmp_path, "--no-grpc") as sidecar:
+        command = [
+            sys.executable,
+            "-m",
+            "kvstore.cli.main",
+            "top",
+            "--socket",
+            str(sidecar.socket),
+            "--interval-s",
+            "0.2",
+        ]
+        terminal = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=terminal) as child:
+            os.close(theirs)
+            screen = Screen(ours)
+            screen.wait_for("hit rate")
+            sidecar.kill()
+            screen.wait_for("NO ANSWER")
+            sidecar.start()
+            screen.wait_for("no alarms")
+            child.send_signal(signal.SIGINT)
+            screen.drain()
+            assert child.wait(10) == 0
+    os.close(ours)
+
+
+class Screen:
+    """What a program writes to its terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._written = ""
+
+    def wait_for(self, text: str, deadline_s: float = 15.0) -> None:
+        """From what was written since the last one."""
+        until_s = time.monotonic() + deadline_s
+        while text not in self._written:
+            ready, _, _ = select.select([self._fd], [], [], max(0.0, until_s - time.monotonic()))
+            assert ready, f"no {text!r} in {self._written[-500:]!r}"
+            self._written += os.read(self._fd, 1 << 16).decode(errors="replace")
+        self._written = self._written.rpartition(text)[2]
+
+    def drain(self, quiet_s: float = 0.5) -> None:
+        """So that nobody waits for us to read."""
+        while select.select([self._fd], [], [], quiet_s)[0]:
+            try:
+                os.read(self._fd, 1 << 16)
+            except OSError:  # EIO: the other side has closed
+                return
 
 
 def test_inspect_tells_where_a_block_lives_by_part_of_its_hash_or_all(used: Used) -> None:

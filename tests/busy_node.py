@@ -1,5 +1,5 @@
 """Stats of a node that never was: two drives of which one is sick, peers, tenants, hours of traffic. For the dashboard's tests,
-and to look at its page: python tests/unit/busy_node.py [PORT]"""
+and to look at its page: python tests/busy_node.py [PORT]"""
 
 import math
 import random
@@ -52,7 +52,8 @@ class BusyNode:
                 path="/mnt/nvme1/kv", state="degraded", reason="write: no space (EDQUOT)", capacity_bytes=900 * _GIB
             )
             problems = [
-                pb.Problem(problem="peer_suspect", subject="node-c", reason="3 fetches timed out; asked again in 8 s")
+                pb.Problem(problem="disk_full", subject=drives[1].path, reason=f"degraded: {drives[1].reason}"),
+                pb.Problem(problem="peer_suspect", subject="node-c", reason="3 fetches timed out; asked again in 8 s"),
             ]
         moved = {("nvme", "read"): hits["nvme"], ("nvme", "write"): missed * 0.6, ("peer", "read"): hits["peer"]}
         return pb.StatsReply(
