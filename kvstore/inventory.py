@@ -76,6 +76,8 @@ class Inventory:
         ghosts may vanish: look keys up again when anything was evicted.
         """
         num_blocks = num_lost = 0
+        if count > self.slots.num_free(entry.slot_nbytes):
+            self.policy.needs(entry.tenant, count * entry.slot_nbytes, self.slots.capacity_bytes)
         self.table.refs[needed] += 1
         while (missing := count - self.slots.num_free(entry.slot_nbytes)) > 0:
             evicted = self.evict(min(missing, EVICTION_SLICE_BLOCKS), entry.slot_nbytes)

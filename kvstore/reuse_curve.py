@@ -26,7 +26,7 @@ _FIRST_BUCKETS = 1024
 _FIRST_SLOTS = 1024
 
 MAX_FOLLOWED = 4096
-"""Blocks that a sampled curve follows, some 180 bytes each."""
+"""Blocks that a sampled curve follows, some 160 bytes each."""
 
 
 class CurvePoint(NamedTuple):
@@ -43,7 +43,7 @@ class ReuseCurve:
         self._max_followed = max_followed
         self._threshold = _FULL
         self._last: dict[int, int] = {}  # by hash: slot in the order of use
-        self._largest: list[tuple[int, int]] = []  # heap of (-place, hash) of what is followed, when sampled
+        self._largest: list[int] = []  # heap of the negated hashes of what is followed, when sampled
         self._order = _OrderOfUse(_FIRST_SLOTS)
         self._weights = np.zeros(_FIRST_BUCKETS, np.float64)  # of uses by distance
         self._cold = 0.0  # likewise, of first uses
@@ -83,7 +83,7 @@ class ReuseCurve:
         if self._max_followed:
             for one, slot in zip(followed, slots, strict=True):
                 if slot < 0:
-                    heapq.heappush(self._largest, (-(one >> _HASH_BITS), one))
+                    heapq.heappush(self._largest, -one)
             self._shrink()
 
     def hit_rate(self, num_blocks: float) -> float:
@@ -135,11 +135,9 @@ class ReuseCurve:
         """Follow fewer: those with the largest hashes go, and none as large comes in any more."""
         gone: list[int] = []
         while len(self._last) > self._max_followed:
-            place, one = heapq.heappop(self._largest)
-            self._threshold = -place
-            gone.append(self._last.pop(one))
-            while self._largest and self._largest[0][0] == place:
-                gone.append(self._last.pop(heapq.heappop(self._largest)[1]))
+            self._threshold = -self._largest[0] >> _HASH_BITS
+            while self._largest and -self._largest[0] >> _HASH_BITS >= self._threshold:
+                gone.append(self._last.pop(-heapq.heappop(self._largest)))
         if gone:
             self._order.remove(np.array(gone, np.int64))
 

@@ -32,6 +32,9 @@ class LeafPolicy(ABC):
     def used(self, rows: Rows) -> None:  # noqa: B027 - likewise
         """See EvictionPolicy."""
 
+    def needs(self, tenant: str, nbytes: int, capacity_bytes: int) -> None:  # noqa: B027 - to most all tenants are alike
+        """See EvictionPolicy."""
+
     def cool(self, rows: Iterable[int]) -> None:
         """See EvictionPolicy."""
         self._cooled.add(rows)

@@ -49,6 +49,10 @@ class EvictionPolicy(Protocol):
         """A request has used these, in the order of the prefix, new ones among them: what `index.use` returned."""
         ...
 
+    def needs(self, tenant: str, nbytes: int, capacity_bytes: int) -> None:
+        """Victims from now on make room for so much of this tenant's, in a tier of that size."""
+        ...
+
     def next_victim(self) -> int | None:
         """The row to evict now, out of the order from here on; None when nothing is evictable. The caller evicts it."""
         ...

@@ -12,10 +12,11 @@ _NAMESPACES_PER_VICTIM = 16  # so many may be counted for each eviction
 
 
 class TenantQuota:
-    """Another policy, but for tenants that hold more than their share: of the one that is furthest over, the least recently used
-    goes first, whoever needs the room. A tenant may use what nobody needs.
+    """Another policy, but for tenants beyond their share: of the one that is furthest over, the least recently used goes first,
+    whoever needs the room. Who needs room beyond its own share gets none of those that stay within theirs. A tenant may use
+    what nobody needs.
 
-    `fraction` is of what the tier holds. How much each tenant holds is counted anew when it has changed by little.
+    `fraction` is of the tier. How much each tenant holds is counted anew when it has changed by little.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class TenantQuota:
         self._orders: dict[str, LeafOrder] = {}
         self._cooled = Cooled(index, tier)
         self._held: Counter[str] = Counter()  # bytes by tenant
+        self._capacity_bytes = 0
         self._victims_left = 0  # before it is counted again
+        self._needing: tuple[str, int] = ("", 0)
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
@@ -47,6 +50,13 @@ class TenantQuota:
         """See EvictionPolicy."""
         self.policy.used(rows)
 
+    def needs(self, tenant: str, nbytes: int, capacity_bytes: int) -> None:
+        """See EvictionPolicy."""
+        self._capacity_bytes = capacity_bytes
+        self._needing = tenant, nbytes
+        self._victims_left = 0
+        self.policy.needs(tenant, nbytes, capacity_bytes)
+
     def cool(self, rows: Iterable[int]) -> None:
         """See EvictionPolicy."""
         self._cooled.add(rows)
@@ -56,7 +66,7 @@ class TenantQuota:
         row = self._cooled.pop()
         if row is None:
             row = self._of_the_greediest()
-        if row is None:
+        if row is None and not self._is_greedy():
             row = self.policy.next_victim()
         if row is not None:
             entry = self._index.namespace_of(row)
@@ -75,15 +85,26 @@ class TenantQuota:
     def _of_the_greediest(self) -> int | None:
         if self._victims_left == 0:
             self._held = Counter(self._tier.bytes_by_tenant())
+            self._capacity_bytes = max(self._capacity_bytes, self._held.total())
             self._victims_left = 1 + len(self._index.namespaces) // _NAMESPACES_PER_VICTIM
         self._victims_left -= 1
-        allowed = self._fraction * self._held.total()
-        over = [tenant for tenant, nbytes in self._held.items() if nbytes > allowed]
-        for tenant in sorted(over, key=lambda name: (-self._held[name], name)):
+        allowed = self._fraction * self._capacity_bytes
+        needing, needed = self._needing
+        wanted = {tenant: nbytes + needed * (tenant == needing) for tenant, nbytes in self._held.items()}
+        over = [tenant for tenant, nbytes in wanted.items() if nbytes > allowed]
+        for tenant in sorted(over, key=lambda name: (-wanted[name], name)):
             row = self._order(tenant).pop()
             if row is not None:
                 return row
         return None
+
+    def _is_greedy(self) -> bool:
+        """Whether who needs room would be beyond its share with it, and others are there to suffer."""
+        tenant, nbytes = self._needing
+        return (
+            self._held[tenant] + nbytes > self._fraction * self._capacity_bytes
+            and self._held[tenant] < self._held.total()
+        )
 
     def _order(self, tenant: str) -> LeafOrder:
         order = self._orders.get(tenant)

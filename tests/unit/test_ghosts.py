@@ -1,0 +1,93 @@
+"""What is remembered of evicted blocks."""
+
+import numpy as np
+from small_store import spec
+
+from kvstore.core.limits import MAX_GHOSTS
+from kvstore.eviction.ghosts import HISTORY, Ghosts
+from kvstore.index import NO_PARENT, BlockIndex, Rows
+from kvstore.replay.cache import block_key
+
+
+class Tier:
+    """TierRows of a tier of so many blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def is_evictable(self, row: int) -> bool:
+        return True
+
+    def num_placed(self) -> int:
+        return self.num_blocks
+
+    def bytes_by_tenant(self) -> dict[str, int]:
+        return {"": self.num_blocks}
+
+
+class Remembering:
+    def __init__(self, num_blocks: int, num_rows: int) -> None:
+        self.index = BlockIndex()
+        entry = self.index.open_namespace(b"n" * 16, spec(), "", 1)
+        self.rows = self.index.new_rows(num_rows)
+        keys = [block_key(number) for number in range(num_rows)]
+        self.index.add(entry, keys, np.full(num_rows, NO_PARENT), self.rows)
+        self.ghosts = Ghosts(self.index, Tier(num_blocks))
+
+    def forget_use(self) -> None:
+        self.index.last_use[:] = 0
+
+    def take_first(self, rows: Rows) -> object:
+        return self.ghosts.take_first(rows)
+
+
+def test_an_evicted_block_is_known_once_with_its_last_use_and_who_evicted_it() -> None:
+    known = Remembering(100, 10)
+    known.index.use(known.rows)
+    known.ghosts.add(3, 1)
+    last_use = known.index.last_use_at[3]
+    known.index.use(known.rows[:5])
+
+    ghost = known.ghosts.take(3)
+
+    assert ghost is not None
+    assert (ghost.mark, ghost.last_use, ghost.age) == (1, last_use, 5 / 100)
+    assert known.ghosts.take(3) is None
+    assert known.ghosts.take(4) is None
+
+
+def test_a_new_block_gets_its_last_use_back_and_the_first_one_is_judged() -> None:
+    known = Remembering(100, 10)
+    known.index.use(known.rows)
+    before = known.index.last_use.copy()
+    for row in (4, 5, 6):
+        known.ghosts.add(row, row % 2)
+    known.forget_use()
+
+    ghost = known.ghosts.take_first(known.rows[2:7])
+
+    assert ghost is not None
+    assert ghost.last_use == before[4]
+    assert known.index.last_use[[2, 3, 4, 5, 6]].tolist() == [0, 0, *before[4:7].tolist()]
+
+
+def test_nearly_all_of_a_history_of_32_tiers_is_kept_and_memory_stays_as_it_was() -> None:
+    num_blocks = 128
+    known = Remembering(num_blocks, 3 * HISTORY * num_blocks)
+    known.index.use(known.rows)
+    for row in known.rows.tolist():
+        known.ghosts.add(row, 0)
+    nbytes = known.ghosts.nbytes
+    recent = known.rows[-HISTORY * num_blocks // 2 :].tolist()
+
+    kept = sum(known.ghosts.take(row) is not None for row in recent)
+
+    assert nbytes <= 2 * HISTORY * num_blocks * 16
+    assert kept > 0.97 * len(recent)
+
+
+def test_a_large_tier_remembers_no_more_than_the_limit() -> None:
+    known = Remembering(MAX_GHOSTS, 2)
+    known.ghosts.add(0, 0)
+
+    assert known.ghosts.nbytes == 16 * MAX_GHOSTS
