@@ -78,8 +78,8 @@ MAX_PINNED_FRACTION = 0.25
 """Part of the arena that pins may keep from eviction, all together. A pin that would exceed it is cut."""
 
 # --- plans ------------------------------------------------------------------------------------------------------------
-INSPECT_SLICE_ROWS = 1 << 16
-"""Blocks whose hashes one Inspect looks at, some 3 ms; its caller asks for the next."""
+INSPECT_SLICE_ROWS = 1 << 15
+"""Blocks whose hashes one Inspect looks at, 2 to 4 ms; its caller asks for the next."""
 
 MAX_INSPECTED_BLOCKS = 8
 """Blocks that one Inspect tells all about. More that fit are counted."""

@@ -38,18 +38,24 @@ async function ask(path) {
 }
 
 async function poll() {
+  const turn = page.turn = (page.turn ?? 0) + 1, mine = () => turn === page.turn; // one that was overtaken changes nothing
   let pause = 1000 * (page.now?.every_s ?? 2);
   try {
-    page.now = await ask("api/now");
+    const now = await ask("api/now");
+    if (!mine()) return;
+    page.now = now;
     page.failures = 0;
     const fresh = performance.now() / 1000;
     if (page.now.stats) {
       const stale = fresh - page.historyAt > (page.spanS === FINE_SPAN_S ? HISTORY_EVERY_S : HISTORY_EVERY_S / 4);
-      if (stale) { page.table = await ask(`api/history?span=${page.spanS}`); page.historyAt = fresh; }
-      else append(page.table, page.now);
+      const table = stale ? await ask(`api/history?span=${page.spanS}`) : append(page.table, page.now);
+      if (!mine()) return;
+      page.table = table;
+      if (stale) page.historyAt = fresh;
       if (fresh - page.plansAt > PLANS_EVERY_S) { drawPlans((await ask("api/plans")).plans); page.plansAt = fresh; }
     }
   } catch (error) {
+    if (!mine()) return;
     page.failures += 1;
     pause = Math.min(LONGEST_PAUSE_MS, pause * 2 ** page.failures);
   }
@@ -60,7 +66,7 @@ async function poll() {
 
 // The newest sample behind the history, as the server would have it. Series are the same: kvstore/figures.py.
 function append(table, now) {
-  if (!now.figures || now.at_s <= (table.at_s.at(-1) ?? 0)) return;
+  if (now.at_s <= (table.at_s.at(-1) ?? 0)) return table;
   table.at_s.push(now.at_s);
   const names = new Set([...Object.keys(table.series), ...Object.keys(now.figures)]);
   for (const name of names) {
@@ -71,6 +77,7 @@ function append(table, now) {
     table.at_s.shift();
     for (const values of Object.values(table.series)) values.shift();
   }
+  return table;
 }
 
 // --- sums ---------------------------------------------------------------------------------------------------------------
