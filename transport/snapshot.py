@@ -76,13 +76,13 @@ class Snapshot:
 
     def see(self, node: Node) -> Cursor | None:
         """The node is alive and describes itself so. Where its log is to be read from; None when it is not followed: it is
-        ourselves, an earlier life of one we know, or one too many."""
+        ourselves, an earlier life of one that is alive, or one too many."""
         if node.node_id == self._own_id:
             return None
         known = self._followed.get(node.node_id)
-        if known and node.epoch < known.node.epoch:
+        if known and node.epoch < known.node.epoch and known.hidden_since_s is None:
             return None
-        if known and node.epoch > known.node.epoch:
+        if known and node.epoch != known.node.epoch:  # a smaller one behind a life that is hidden: its clock went back
             self._drop(known)
             known = None
         if known is None:

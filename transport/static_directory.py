@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.core.clock import Clock, MonotonicClock
-from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.core.errors import ConfigError, KVStoreError, PeerUnavailable, RemoteProtocolError
 from kvstore.transport.block_log import Cursor, LogChunk
 from kvstore.transport.directory import CLOSE_DEADLINE_S, DirectoryFigures, Holding, Node
 from kvstore.transport.own_blocks import OwnBlocks
@@ -196,15 +196,23 @@ class StaticDirectory:
                 self._take_in(peer, future.result())
             except KVStoreError as err:
                 self._failures += 1
+                news = logging.INFO if isinstance(err, PeerUnavailable) else logging.WARNING
+                level = logging.DEBUG if peer.pause_s else news
                 peer.pause_s = min(max(2 * peer.pause_s, BACKOFF_S[0]), BACKOFF_S[1])
                 peer.due_s = self._clock.now_s() + peer.pause_s * random.uniform(0.8, 1.2)  # noqa: S311 - jitter
-                _log.debug("directory: peer=%s error=%s pause_s=%.1f", peer.address, err, peer.pause_s)
+                _log.log(level, "directory: peer=%s error=%s", peer.address, err)
 
     def _take_in(self, peer: _Peer, answer: PeerAnswer) -> None:
         node, chunk = answer
         now_s = self._clock.now_s()
         self._received_bytes += len(chunk.records)
         if node.node_id == self._node.node_id:
+            if node.epoch != self._node.epoch:
+                raise ConfigError(
+                    f"node_id: {peer.address} calls itself {node.node_id}, as we do; give each node a node_id of its own",
+                    field="node_id",
+                    value=node.node_id,
+                )
             peer.is_ourselves = True
             return
         if any(other.node_id == node.node_id for other in self._peers if other is not peer):
@@ -213,11 +221,18 @@ class StaticDirectory:
                 field="peers",
                 value=peer.address,
             )
-        if self._snapshot.see(node) is not None:
-            self._snapshot.apply(node.node_id, chunk)
+        if self._snapshot.see(node) is None:
+            raise RemoteProtocolError(
+                f"node: {node.node_id} has the epoch {node.epoch}, smaller than that of its life before; it is taken up when "
+                f"that has not answered for {self._ttl_s:g} s",
+                field="node",
+                value=node.node_id,
+            )
+        self._snapshot.apply(node.node_id, chunk)
         peer.node_id, peer.heard_s, peer.pause_s = node.node_id, now_s, 0.0
         peer.cursor = self._snapshot.cursor(node.node_id) or Cursor()
-        peer.due_s = now_s if not chunk.is_last else now_s + self._interval_s
+        is_full = not chunk.is_last and len(chunk.records) >= MAX_CHUNK_BYTES
+        peer.due_s = now_s if is_full else now_s + self._interval_s
         self._last_refresh_s = now_s
 
     def _let_go(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvstore.core.errors import ConfigError, PeerUnavailable
+from kvstore.core.errors import ConfigError, PeerUnavailable, RemoteProtocolError
 from kvstore.transport.block_log import BlockLog, Cursor, Head, LogChunk, stored
 from kvstore.transport.directory import Node, fingerprints
 from kvstore.transport.own_blocks import MAX_QUEUED_UPDATES, OwnBlocks
@@ -105,6 +105,73 @@ def test_a_peer_whose_log_makes_no_sense_is_passed_over() -> None:
     directory.check()
 
 
+def test_a_peer_that_says_there_is_more_and_gives_none_is_asked_no_faster() -> None:
+    asked: list[float] = []
+
+    def give_nothing(cursor: Cursor) -> PeerAnswer:
+        asked.append(time.monotonic())
+        return PeerAnswer(node("liar"), LogChunk(Head(1, 1, -1, 0, 100), Cursor(1, 1, 0), b""))
+
+    directory = asking({"liar": give_nothing}, interval_s=0.1)
+    directory.start()
+    time.sleep(0.5)
+    directory.close()
+    assert 2 <= len(asked) <= 6
+
+
+def test_what_does_not_fit_into_one_answer_is_asked_for_at_once() -> None:
+    log = BlockLog(1)
+    log.append(stored(np.random.default_rng(1).integers(0, 1 << 63, 1 << 18, np.uint64) << np.uint64(1)))
+    directory = asking({"large": answering("large", log)}, interval_s=5.0, ttl_s=20.0)
+    directory.start()
+    wait_for(lambda: directory.figures().num_entries > (1 << 17), "it is read on before the interval is over")
+    wait_for(lambda: directory.figures().num_entries == 1 << 18, "to its end")
+    directory.close()
+
+
+def test_a_node_whose_clock_went_back_is_taken_for_what_it_is_when_its_earlier_life_is_hidden() -> None:
+    lives = [9]
+
+    def answer(cursor: Cursor) -> PeerAnswer:
+        return answering("a", BlockLog(lives[0]))(cursor)
+
+    directory = asking({"a": answer}, ttl_s=0.3)
+    directory.start()
+    wait_for(lambda: directory.nodes() == (node("a", 9),), "its first life")
+    lives[0] = 7
+    wait_for(lambda: directory.nodes() == (node("a", 7),), "its second, with the smaller epoch")
+    directory.close()
+    directory.check()
+
+
+def test_another_node_with_our_name_is_told_of_and_not_taken_for_ourselves(caplog: pytest.LogCaptureFixture) -> None:
+    names = ["me"]
+
+    def answer(cursor: Cursor) -> PeerAnswer:
+        return answering(names[0], BlockLog(2))(cursor)
+
+    directory = asking({"a": answer})
+    directory.start()
+    wait_for(lambda: directory.figures().failures, "it is counted")
+    assert "node_id" in caplog.text
+    names[0] = "other"
+    wait_for(lambda: directory.nodes() == (node("other", 2),), "with a name of its own it is a peer")
+    directory.close()
+
+
+def test_why_a_peer_is_not_heard_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(cursor: Cursor) -> PeerAnswer:
+        raise RemoteProtocolError("proof: not right")
+
+    directory = asking({"a": refuse})
+    directory.start()
+    wait_for(lambda: directory.figures().failures >= 2, "asked again")
+    directory.close()
+    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "proof: not right" in told[0].getMessage()
+
+
 def test_a_queue_that_overflows_says_so_and_can_begin_anew() -> None:
     own = OwnBlocks(epoch=1)
     hashes = np.arange(1 << 18, dtype=np.uint64).repeat(2).tobytes()
@@ -157,6 +224,21 @@ def test_an_earlier_life_is_not_seen_again() -> None:
     assert snapshot.see(node("a", 4)) is None
     assert snapshot.nodes() == (node("a", 5),)
     assert snapshot.see(node("me", 9)) is None
+
+
+def test_a_life_with_a_smaller_epoch_follows_one_that_is_hidden() -> None:
+    """A clock that went back. What the earlier life held is void."""
+    log, snapshot = BlockLog(5), Snapshot("me")
+    log.append(stored(fingerprints(NAMESPACE, HASHES[:9])))
+    snapshot.see(node("a", 5))
+    snapshot.apply("a", log.read(Cursor(), 1 << 20))
+    snapshot.hide("a", now_s=1.0)
+
+    assert snapshot.see(node("a", 4)) == Cursor()
+    assert snapshot.nodes() == (node("a", 4),)
+    assert snapshot.locate(NAMESPACE, HASHES) == ()
+    snapshot.tidy(now_s=2.0)
+    snapshot.check()
 
 
 @pytest.mark.parametrize(
