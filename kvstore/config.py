@@ -2,7 +2,8 @@
 
 Every field has a unit, a default and a range here; nothing else in the project reads a setting. A field `x` is `x = ...`
 in the file, `KVSTORE_X` in the environment, and a flag of `kvstore serve`, which makes its flags from `settings()`. Sizes may
-be written as `512MiB` or `4GiB`; a list is an array in the file, separated by colons in the environment, a flag each.
+be written as `512MiB` or `4GiB`; a list is an array in the file, separated by colons (directories) or commas (all else) in
+the environment, a flag each.
 """
 
 import difflib
@@ -221,13 +222,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         if not (self.peers or self.directory):
             return
         if self.peers and self.directory:
-            raise _wrong("directory", ", ".join(self.directory), "give peers or a directory server, not both")
+            raise _wrong("directory", f"{len(self.directory)} URLs", "give peers or a directory server, not both")
         if not self.grpc_tcp:
             raise _wrong("grpc_tcp", "", "peers need an address to ask this node at")
         if not (self.peer_secret_file or self.grpc_tls_cert):
             raise _wrong("peer_secret_file", "", "peers need a shared secret or mutual TLS (grpc_tls_cert, ...)")
+        self._check_reach()
+
+    def _check_reach(self) -> None:
         if self.advertise and not _is_address(self.advertise):
             raise _wrong("advertise", self.advertise, "use host:port, such as 10.0.0.1:7077")
+        if not _can_be_reached(self.advertise or self.grpc_tcp):
+            listens = f"grpc_tcp is {self.grpc_tcp}" if not self.advertise else "it is everybody's own"
+            raise _wrong("advertise", self.advertise, f"{listens}; give the host:port at which peers reach this node")
+        for host in self.link_hosts:
+            if not host.isascii() or not _can_be_reached(f"{host}:1"):
+                raise _wrong("link_hosts", host, "give an address of this node that peers reach, in ASCII")
 
     def _check_events(self) -> None:
         for name in ("events", "events_replay"):
@@ -243,6 +253,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 def _is_address(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) <= 65535
+
+
+def _can_be_reached(address: str) -> bool:
+    """Whether others get here by it: no address of any interface, no port that is yet to be chosen."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]") not in {"", "0.0.0.0", "::"} and int(port) > 0  # noqa: S104 - refused
 
 
 class Setting(NamedTuple):
@@ -355,7 +371,8 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) 
             if name.endswith("_port") and _SERVICE_LINK.match(value):
                 logger.warning("%s=%s is a Kubernetes service link, not a setting of ours; ignored", variable, value)
             elif name in known and known[name].base is tuple:
-                found[name] = value.split(os.pathsep) if value else []
+                between = os.pathsep if known[name].unit == "directories" else ","
+                found[name] = value.split(between) if value else []
             else:
                 found[name] = value
     return found

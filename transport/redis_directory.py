@@ -66,12 +66,12 @@ def connector(*urls: str, is_cluster: bool = False, deadline_s: float = 0.5) -> 
     """What makes a client for `redis://`, `rediss://` or `unix://`; of a cluster, for any of its servers that answers. Each call
     of the client ends when nothing has come for `deadline_s`. Raises ConfigError for a URL that is none; connects only when
     called."""
-    kinds = r"rediss?://" if is_cluster else r"(rediss?|unix)://"
     for url in urls:
-        if not re.match(kinds, url):
-            raise ConfigError(f"url: use {kinds}", field="url", value=url.rsplit("@", maxsplit=1)[-1])
+        _check_url(url, ("redis", "rediss") if is_cluster else ("redis", "rediss", "unix"))
     if not urls or (len(urls) > 1 and not is_cluster):
-        raise ConfigError(f"url: {len(urls)} given; use one, or several of a cluster", field="url", value=len(urls))
+        raise ConfigError(
+            f"directory: {len(urls)} given; use one, or several of a cluster", field="directory", value=len(urls)
+        )
     options: dict[str, Any] = {
         "socket_timeout": deadline_s,
         "socket_connect_timeout": deadline_s,
@@ -85,6 +85,21 @@ def connector(*urls: str, is_cluster: bool = False, deadline_s: float = 0.5) -> 
         startup_nodes=[redis.cluster.ClusterNode(*server) for server in servers],  # type: ignore[no-untyped-call]
         **options,
     )
+
+
+def _check_url(url: str, schemes: Sequence[str]) -> None:
+    """Raises ConfigError, in which there is nothing that may be a password."""
+    scheme, is_url, _ = url.partition("://")
+    right = f"{'://, '.join(schemes)}://"
+    if is_url and scheme in schemes:
+        try:
+            redis.ConnectionPool.from_url(url).make_connection()  # which does not connect
+        except (ValueError, TypeError):
+            right = "a number as port, options that the client knows, and %XX for what is odd in a password"
+        else:
+            return
+    place = url.rpartition("@")[2].partition("?")[0] if "@" in url else f"{scheme}://..." if is_url else "no URL"
+    raise ConfigError(f"directory: {place!r} is not right; use {right}", field="directory", value=place) from None
 
 
 class RedisDirectory:
@@ -213,6 +228,9 @@ class RedisDirectory:
                     self._refresh()
                     self._pause_s = 0.0
                 except (*_FAILURES, KVStoreError) as err:
+                    self._fail(err)
+                except Exception as err:  # noqa: BLE001 - outermost frame; a bug must not end sharing for good
+                    _log.exception("directory: a turn crashed")
                     self._fail(err)
             self._snapshot.tidy(self._clock.now_s())
             self._stopping.wait(self._turn_s())

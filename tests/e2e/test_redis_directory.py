@@ -286,8 +286,31 @@ def test_wrong_options_are_named(field: str, options: dict[str, object]) -> None
     assert caught.value.fields["field"] == field
 
 
-def test_a_wrong_url_is_named_without_its_password() -> None:
+@pytest.mark.parametrize("is_cluster", [False, True])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:secret@host:1",
+        "http://secret",
+        "redis://:secret@host:port",
+        "redis://:secret/more@host:1",
+        "redis://:secret@host:1/0?colour=red",
+        "redis://:secret@host:1/0?socket_timeout=secret",
+        "redis://:secret@[host:1",
+    ],
+)
+def test_a_wrong_url_is_named_at_once_without_its_password(url: str, is_cluster: bool) -> None:
     with pytest.raises(ConfigError) as caught:
-        connector("http://user:secret@host:1")
+        connector(url, is_cluster=is_cluster)
 
-    assert "secret" not in str(caught.value.fields)
+    assert caught.value.fields["field"] == "directory"
+    assert "secret" not in f"{caught.value} {caught.value.message} {caught.value.fields}"
+    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
+
+
+def test_urls_that_are_right_are_taken() -> None:
+    connector("redis://host")
+    connector("rediss://user:a%2Fb@host:1/3?ssl_cert_reqs=none")
+    connector("unix:///run/redis.sock?db=2")
+    connector("redis://[::1]:7", "redis://b:7", is_cluster=True)

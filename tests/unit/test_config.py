@@ -107,6 +107,17 @@ def test_a_list_is_an_array_in_the_file_and_separated_by_colons_in_the_environme
     assert load_config(file=file, flags={"nvme": ("/mnt/e",)}).nvme == ("/mnt/e",)
 
 
+def test_addresses_and_urls_are_separated_by_commas_in_the_environment() -> None:
+    environ = {f"KVSTORE_{name.upper()}": value for name, value in NODE.items()}
+    two = {"KVSTORE_PEERS": "10.0.0.1:7077,[::1]:7", "KVSTORE_LINKS": "rdma,tcp", "KVSTORE_LINK_HOSTS": "::1,10.0.0.1"}
+    config = load_config(environ=environ | two)
+    assert config.peers == ("10.0.0.1:7077", "[::1]:7")
+    assert config.links == ("rdma", "tcp")
+    assert config.link_hosts == ("::1", "10.0.0.1")
+    url = "redis://user:pass@h:6379/0"
+    assert load_config(environ=environ | {"KVSTORE_DIRECTORY": url}).directory == (url,)
+
+
 def test_a_string_where_a_list_is_expected_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "kvstore.toml"
     file.write_text('nvme = "/mnt/a:/mnt/b"')
@@ -268,6 +279,19 @@ def test_the_socket_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 NODE = {"grpc_tcp": "localhost:7", "peer_secret_file": "secret"}
+TLS = {"grpc_tls_cert": "a", "grpc_tls_key": "b", "grpc_tls_client_ca": "c"}
+
+
+def test_a_node_that_listens_everywhere_says_where_it_is_reached() -> None:
+    everywhere = {"grpc_tcp": "0.0.0.0:7", "advertise": "[fd00::1]:7", "link_hosts": ("::1",), "peers": ("b:1",)}
+    config = Config(**(NODE | TLS | everywhere))  # type: ignore[arg-type]
+    assert config.advertise == "[fd00::1]:7"
+
+
+def test_a_directorys_password_is_in_no_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**NODE, peers=("b:1",), directory=("redis://:hidden@c",))  # type: ignore[arg-type]
+    assert "hidden" not in f"{caught.value.message} {caught.value.fields}"
 
 
 @pytest.mark.parametrize(
@@ -282,6 +306,13 @@ NODE = {"grpc_tcp": "localhost:7", "peer_secret_file": "secret"}
         ({"links": ("tcp", "tcp")}, "links"),
         ({"links": ()}, "links"),
         ({"peers": ("b:1",), "advertise": "here"}, "advertise"),
+        ({"peers": ("b:1",), "advertise": "0.0.0.0:7"}, "advertise"),
+        ({"peers": ("b:1",), "grpc_tcp": "localhost:0"}, "advertise"),
+        ({"peers": ("b:1",), "grpc_tcp": "[::]:7", **TLS}, "advertise"),
+        ({"peers": ("b:1",), "grpc_tcp": "0.0.0.0:7", **TLS}, "advertise"),
+        ({"peers": ("b:1",), "link_hosts": ("0.0.0.0",)}, "link_hosts"),
+        ({"peers": ("b:1",), "link_hosts": ("",)}, "link_hosts"),
+        ({"peers": ("b:1",), "link_hosts": ("höst",)}, "link_hosts"),
     ],
 )
 def test_peers_that_cannot_work_are_refused_by_their_field(given: dict[str, Any], field: str) -> None:
