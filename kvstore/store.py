@@ -640,7 +640,7 @@ class Store:
             tiers.append(_tier_stats(self._spill.nvme, self._spill.quarantined_bytes))
         return StoreStats(
             tuple(tiers),
-            pinned.num_blocks(READY) + int(np.count_nonzero((nvme.state == READY) & (pinned.state != READY))),
+            pinned.num_blocks(READY) + nvme.num_blocks(READY) - pinned.num_shared,
             self._index.num_namespaces,
             self._leases.num_live,
             self._leases.num_expired,
