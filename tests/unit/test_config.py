@@ -151,7 +151,6 @@ def test_every_setting_has_a_flag_that_sets_it() -> None:
         "log_format": "json",
         "eviction": "lru",
         "nvme_write_policy": "write_back",
-        "eviction": "lru",
         "grpc_tcp": "localhost:7",
         "events": "tcp://localhost:7",
         "events_replay": "tcp://localhost:8",
