@@ -46,13 +46,14 @@ class Nodes(Protocol):
 
 
 class _Watched:
-    """Reads of one prefix since a time, and when somebody was invited to it last."""
+    """Reads of one prefix since a time, who was invited to it, and when last."""
 
-    __slots__ = ("invited_s", "num_reads", "since_s")
+    __slots__ = ("invited", "invited_s", "num_reads", "since_s")
 
     def __init__(self, now_s: float) -> None:
         self.num_reads = 0
         self.since_s = now_s
+        self.invited: tuple[str, ...] = ()
         self.invited_s = float("-inf")
 
 
@@ -82,7 +83,10 @@ class Replication:
             return
         self._budget.spend(nbytes, now_s)
         watched.invited_s = now_s
-        node_id = max(others, key=lambda name: xxhash.xxh3_64_intdigest(name.encode() + keys[0]))
+        watched.invited = watched.invited if set(others).difference(watched.invited) else ()
+        uninvited = [name for name in others if name not in watched.invited]
+        node_id = max(uninvited, key=lambda name: xxhash.xxh3_64_intdigest(name.encode() + keys[0]))
+        watched.invited += (node_id,)
         self._invitations.append(Invitation(node_id, namespace, tuple(keys)))
         self.num_invitations += 1
 

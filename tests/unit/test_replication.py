@@ -56,6 +56,15 @@ def test_who_was_invited_has_time_and_then_another_is():
     assert len(read(replication, 1, INVITE_AGAIN_S)) == 1
 
 
+def test_who_did_not_come_is_not_invited_again_before_all_others_were():
+    """It may never have served that model."""
+    replication = Replication(Nodes(["n1", "n2", "n3"]), copies=2, bytes_per_s=0)
+    first = read(replication, HOT_READS)
+    others = [read(replication, 1, number * INVITE_AGAIN_S)[0] for number in (1, 2)]
+    assert sorted(first + others) == ["n1", "n2", "n3"]
+    assert read(replication, 1, 3 * INVITE_AGAIN_S) == first
+
+
 def test_reads_of_long_ago_do_not_count():
     replication = Replication(Nodes(["n1"]), copies=2, bytes_per_s=0)
     assert read(replication, HOT_READS - 1) == []
