@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.cli.finite import NOT_NEGATIVE, POSITIVE, SECONDS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 SCENARIOS = ("all-cold", "burst", "sidecar-killed")
 _COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 @click.group()
@@ -53,31 +54,29 @@ def bench() -> None:
 )
 @click.option("--conversations", type=_COUNT, help="Chats.  [default: 8]")
 @click.option("--turns", type=_COUNT, help="Questions of a chat.  [default: 4]")
-@click.option(
-    "--think-s", type=click.FloatRange(min=0), help="Mean time between an answer and the next question.  [default: 0]"
-)
+@click.option("--think-s", type=NOT_NEGATIVE, help="Mean time between an answer and the next question.  [default: 0]")
 @click.option("--documents", type=_COUNT, help="[default: 4]")
 @click.option("--document-tokens", type=_COUNT, help="[default: 2048]")
 @click.option("--questions", type=_COUNT, help="About each document.  [default: 4]")
 @click.option("--trace", type=click.Path(dir_okay=False), help="A file in Mooncake's format, .jsonl or .jsonl.gz.")
 @click.option("--trace-block-tokens", type=_COUNT, help="Tokens of a hash id.  [default: 512]")
-@click.option("--time-scale", type=_POSITIVE, help="The trace's times are multiplied by it.  [default: 1]")
+@click.option("--time-scale", type=POSITIVE, help="The trace's times are multiplied by it.  [default: 1]")
 @click.option(
     "--arrival", help="poisson, burst, closed or trace.  [default: trace for a trace, poisson with --rate, else closed]"
 )
-@click.option("--rate", type=_POSITIVE, help="Conversations a second.  [default: 1]")
+@click.option("--rate", type=POSITIVE, help="Conversations a second.  [default: 1]")
 @click.option("--burst-size", type=_COUNT, help="Conversations at once, at --rate on average.  [default: all at once]")
 @click.option("--concurrency", type=_COUNT, help="Conversations under way in a closed loop.  [default: 4]")
 @click.option(
     "--token-ids", metavar="N-M", help="Prompts of random token ids of this range instead of words (completions)."
 )
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
+@click.option("--temperature", type=NOT_NEGATIVE, default=0.0, show_default=True)
 @click.option(
     "--ignore-eos", is_flag=True, help="Ask for answers of full length (a field that not every server knows)."
 )
-@click.option("--deadline-s", type=_POSITIVE, default=300.0, show_default=True, help="Of each request.")
+@click.option("--deadline-s", type=SECONDS, default=300.0, show_default=True, help="Of each request.")
 @click.option(
-    "--connect-deadline-s", type=_POSITIVE, default=5.0, show_default=True, help="To find the server at the start."
+    "--connect-deadline-s", type=SECONDS, default=5.0, show_default=True, help="To find the server at the start."
 )
 @click.option(
     "--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests before, not measured."
@@ -90,7 +89,7 @@ def bench() -> None:
     help="all-cold: a salt, or a prefix.  [default: auto]",
 )
 @click.option("--nonce", help="all-cold: what tells this run from the last one.  [default: drawn]")
-@click.option("--at", "at_s", type=click.FloatRange(min=0), metavar="S", help="sidecar-killed: when, in seconds.")
+@click.option("--at", "at_s", type=NOT_NEGATIVE, metavar="S", help="sidecar-killed: when, in seconds.")
 @click.option("--run", "command", metavar="CMD", help="sidecar-killed: the command to run, such as 'kill -9 1234'.")
 @click.option(
     "--json",

@@ -15,12 +15,12 @@ from kvstore.calculator.priors import Setup
 from kvstore.calculator.tier import Tier, parse_tier
 from kvstore.cli.break_even_more import COMMANDS
 from kvstore.cli.break_even_report import make_report, plot_series
+from kvstore.cli.finite import NOT_NEGATIVE, POSITIVE
 from kvstore.cli.output import Form, output_options, write
 from kvstore.core.errors import ConfigError
 from kvstore.tables import rows
 
 _COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 _LONGEST = 1_000_000_000  # tokens
 _DEFAULT_HIT_RATES = (0.5, 0.9, 1.0)
 
@@ -39,7 +39,7 @@ _DEFAULT_HIT_RATES = (0.5, 0.9, 1.0)
     help="Or hardware of the table by name. Repeatable.",
 )
 @click.option(
-    "--transfer-kib", type=_POSITIVE, help="Size of one copy from host memory: small ones are slow.  [default: large]"
+    "--transfer-kib", type=POSITIVE, help="Size of one copy from host memory: small ones are slow.  [default: large]"
 )
 @click.option("--efficiency", metavar="LINEAR,ATTENTION", help="Parts of the GPUs' peak; no t0, no overhead then.")
 @click.option("--measured", metavar="n:ms,n:ms", help="Prefills measured: tokens, milliseconds.")
@@ -58,10 +58,10 @@ _DEFAULT_HIT_RATES = (0.5, 0.9, 1.0)
     metavar="NAME=USD",
     help="Price of a GB-month. Repeatable.  [default: cloud list prices]",
 )
-@click.option("--gpu-usd-per-h", type=click.FloatRange(min=0), help="Price of one GPU.  [default: from the table]")
+@click.option("--gpu-usd-per-h", type=NOT_NEGATIVE, help="Price of one GPU.  [default: from the table]")
 @click.option("--kv-dtype", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True)
 @click.option(
-    "--kv-copies", type=_POSITIVE, default=1.0, help="If ranks store the same KV more than once.  [default: 1]"
+    "--kv-copies", type=POSITIVE, default=1.0, help="If ranks store the same KV more than once.  [default: 1]"
 )
 @click.option(
     "--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of the weights."
@@ -71,10 +71,10 @@ _DEFAULT_HIT_RATES = (0.5, 0.9, 1.0)
 @click.option("--heads", type=_COUNT)
 @click.option("--kv-heads", type=_COUNT)
 @click.option("--head-dim", type=_COUNT)
-@click.option("--kv-bytes-per-token", type=_POSITIVE)
-@click.option("--prefill-params-b", type=_POSITIVE, help="Billions that a token passes, without embedding and LM head.")
-@click.option("--attn-flops-per-pair", type=_POSITIVE, help="4 x layers x heads x head_dim.")
-@click.option("--tflops", type=_POSITIVE, help="Dense peak of one GPU.")
+@click.option("--kv-bytes-per-token", type=POSITIVE)
+@click.option("--prefill-params-b", type=POSITIVE, help="Billions that a token passes, without embedding and LM head.")
+@click.option("--attn-flops-per-pair", type=POSITIVE, help="4 x layers x heads x head_dim.")
+@click.option("--tflops", type=POSITIVE, help="Dense peak of one GPU.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="TTFT against length, as .png or .html.")
 @output_options
 @click.pass_context

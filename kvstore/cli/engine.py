@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.cli.finite import SECONDS
 from kvstore.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from kvstore.engine_connector.protocol import Connector, HandOver
 
 _COUNT = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
 _NEEDED = ("aiohttp", "gguf", "jinja2", "safetensors", "tokenizers", "torch")
 
 
@@ -72,8 +72,8 @@ def engine() -> None:
     show_default=True,
     help="Of a stream that its client does not read; beyond, it is aborted.",
 )
-@click.option("--request-deadline-s", type=_SECONDS, default=600.0, show_default=True, help="For a whole answer.")
-@click.option("--stop-deadline-s", type=_SECONDS, default=15.0, show_default=True, help="After SIGTERM.")
+@click.option("--request-deadline-s", type=SECONDS, default=600.0, show_default=True, help="For a whole answer.")
+@click.option("--stop-deadline-s", type=SECONDS, default=15.0, show_default=True, help="After SIGTERM.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )

@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from kvstore.cli.finite import SECONDS
+
 
 @click.command()
 @click.argument("request_id", default="")
@@ -13,7 +15,7 @@ import click
 )
 @click.option("--socket", help="Path of the sidecar's local socket.  [default: as for serve]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of text.")
-@click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@click.option("--deadline-s", type=SECONDS, default=5.0, show_default=True)
 def explain(*, request_id: str, last: int, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Say why requests fetched or computed their prefixes: one request, by the id that its engine gave it, or the last ones."""
     from kvstore.client import Client

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.cli.finite import SECONDS
 from kvstore.core.moves import DRIVE_SHIFT
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _DRIVE_MASK = (1 << DRIVE_SHIFT) - 1
 @click.argument("prefix")
 @click.option("--socket", help="Path of the sidecar's local socket.  [default: as for serve]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-@click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@click.option("--deadline-s", type=SECONDS, default=5.0, show_default=True)
 def inspect(*, prefix: str, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Say where a block lives: PREFIX is what its hash, or a namespace, begins with, in 4 to 64 hex digits.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from kvstore.calculator.plots import Series, check_plot, plot_lines
+from kvstore.cli.finite import FiniteRange
 from kvstore.cli.output import (
     Column,
     Figure,
@@ -41,7 +42,7 @@ _PLOT_POINTS = 2
 @click.option("--sweep", metavar="BLOCKS,BLOCKS", help="Several capacities.")
 @click.option("--nvme", type=click.IntRange(min=0), default=0, metavar="BLOCKS", help="Blocks on a drive below.")
 @click.option("--write-policy", type=click.Choice(_WRITE_POLICIES), default="write_through", show_default=True)
-@click.option("--tenant-quota", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--tenant-quota", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--block-tokens", type=_COUNT, default=512, show_default=True, help="What a hash id stands for.")
 @click.option("--full-blocks", is_flag=True, help="Without the last block of a prompt if it is not full.")
 @click.option("--limit", type=click.IntRange(min=0), default=0, help="Only the first requests.  [default: all]")

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from kvstore.cli.finite import SECONDS
 from kvstore.core.errors import ConfigError
 
 _COUNT = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
 _NEEDED = ("aiohttp", "uvloop")
 
 
@@ -46,7 +46,7 @@ _NEEDED = ("aiohttp", "uvloop")
     help="Text that an engine is taken to have cached; some 4 bytes a token. Up to 1.4 times as much memory here.",
 )
 @click.option(
-    "--prefix-expiry-s", type=_SECONDS, default=600.0, show_default=True, help="Unused text is forgotten after."
+    "--prefix-expiry-s", type=SECONDS, default=600.0, show_default=True, help="Unused text is forgotten after."
 )
 @click.option(
     "--health-path",
@@ -55,19 +55,19 @@ _NEEDED = ("aiohttp", "uvloop")
     metavar="PATH",
     help="Answers below 500 while an engine is up; vLLM has /health, the included engine /healthz.",
 )
-@click.option("--health-interval-s", type=_SECONDS, default=1.0, show_default=True)
-@click.option("--health-deadline-s", type=_SECONDS, default=2.0, show_default=True)
-@click.option("--connect-deadline-s", type=_SECONDS, default=2.0, show_default=True)
+@click.option("--health-interval-s", type=SECONDS, default=1.0, show_default=True)
+@click.option("--health-deadline-s", type=SECONDS, default=2.0, show_default=True)
+@click.option("--connect-deadline-s", type=SECONDS, default=2.0, show_default=True)
 @click.option(
     "--silence-s",
-    type=_SECONDS,
+    type=SECONDS,
     default=300.0,
     show_default=True,
     help="An engine that sends nothing for so long failed.",
 )
 @click.option("--max-body-bytes", type=_COUNT, default=8 << 20, show_default=True, help="Larger requests: 413.")
 @click.option("--max-connections", type=_COUNT, default=1024, show_default=True)
-@click.option("--stop-deadline-s", type=_SECONDS, default=15.0, show_default=True, help="After SIGTERM.")
+@click.option("--stop-deadline-s", type=SECONDS, default=15.0, show_default=True, help="After SIGTERM.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )

@@ -8,6 +8,7 @@ import click
 
 from kvstore.calculator.break_even import MONTH_S
 from kvstore.calculator.plots import Series, check_plot, plot_lines
+from kvstore.cli.finite import POSITIVE
 from kvstore.cli.output import (
     Column,
     Figure,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from kvstore.reuse_curve import ReuseCurve
 
 _COUNT = click.IntRange(min=1)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
 _LADDER = tuple(step * 10**power for power in range(2, 7) for step in (1, 3))
 
 
@@ -46,8 +46,8 @@ _LADDER = tuple(step * 10**power for power in range(2, 7) for step in (1, 3))
 @click.option("--model", default="Llama-3.1-8B", show_default=True, help="For bytes and dollars.")
 @click.option("--gpu", default="H100", show_default=True)
 @click.option("--num-gpus", type=_COUNT, default=1, show_default=True)
-@click.option("--ram-usd", type=_POSITIVE, default=2.29, show_default=True, help="Price of a GB-month of RAM.")
-@click.option("--nvme-usd", type=_POSITIVE, default=0.08, show_default=True, help="Price of a GB-month of NVMe.")
+@click.option("--ram-usd", type=POSITIVE, default=2.29, show_default=True, help="Price of a GB-month of RAM.")
+@click.option("--nvme-usd", type=POSITIVE, default=0.08, show_default=True, help="Price of a GB-month of NVMe.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="The curve: .png or .html.")
 @output_options
 def size(

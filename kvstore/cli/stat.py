@@ -5,11 +5,13 @@ from typing import Any
 
 import click
 
+from kvstore.cli.finite import SECONDS
+
 
 @click.command()
 @click.option("--socket", help="Path of the sidecar's local socket.  [default: as for serve]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@click.option("--deadline-s", type=SECONDS, default=5.0, show_default=True)
 def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
     """Show what a running sidecar holds and gave: alarms, tokens hit and missed, bytes by state, drives, other nodes, tenants,
     queues, counters."""

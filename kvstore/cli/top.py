@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.cli.finite import SECONDS, FiniteRange
 from kvstore.core.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ _NUM_PLANS = 6
 @click.command()
 @click.option("--socket", help="Path of the sidecar's local socket.  [default: as for serve]")
 @click.option("--once", is_flag=True, help="One picture, of one interval; also when the output is no terminal.")
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True)
-@click.option("--deadline-s", type=click.FloatRange(min=0, min_open=True), default=5.0, show_default=True)
+@click.option("--interval-s", type=FiniteRange(0.1, 1e6), default=2.0, show_default=True)
+@click.option("--deadline-s", type=SECONDS, default=5.0, show_default=True)
 def top(*, socket: str | None, once: bool, interval_s: float, deadline_s: float) -> None:
     """Watch a running sidecar: alarms, hit rate, what is saved, tiers, bandwidth, tenants, nodes, the last decisions."""
     from rich.live import Live

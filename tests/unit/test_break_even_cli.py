@@ -412,3 +412,38 @@ def test_the_program_says_what_is_wrong_and_exits_with_2(
     assert capsys.readouterr().err.startswith(
         "error: --model: 'Lama-3.1-8B' is not known; the nearest names are Llama-3.1-8B"
     )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e300"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--kv-copies",
+        "--kv-bytes-per-token",
+        "--prefill-params-b",
+        "--attn-flops-per-pair",
+        "--tflops",
+        "--gpu-usd-per-h",
+        "--transfer-kib",
+    ],
+)
+def test_what_is_no_number_is_refused_by_its_option(option: str, value: str) -> None:
+    result = CliRunner().invoke(cli, ["break-even", *LLAMA, "--context", "100", option, value])
+    assert result.exit_code == 2, result.output
+    assert option in result.output
+
+
+@pytest.mark.parametrize("option", ["--kv-copies", "--kv-bytes-per-token", "--tflops", "--attn-flops-per-pair"])
+@pytest.mark.parametrize("value", ["1e-12", "1e15"])
+def test_the_ends_of_what_is_taken_are_answered_with_numbers(option: str, value: str) -> None:
+    result = CliRunner().invoke(cli, ["break-even", *E3, "--context", "100", option, value, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["prefill_s"] > 0
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300"])
+@pytest.mark.parametrize("command", ["explain", "stat", "top", "inspect"])
+def test_no_command_waits_for_a_time_that_is_none(command: str, value: str) -> None:
+    result = CliRunner().invoke(cli, [command, "--deadline-s", value])
+    assert result.exit_code == 2, result.output
+    assert "--deadline-s" in result.output
