@@ -187,7 +187,7 @@ function drawTiles(stats) {
   $("tiles").replaceChildren(first,
     tile("GPU time saved", seconds(saved), "", spanNow ? `in ${span}: as if ${(saved / spanNow).toFixed(2)} more GPUs` : `in ${span}`),
     tile("TTFT saved", requests ? seconds(Math.max(0, sooner) / requests) : "–", "", `mean of ${count(requests)} requests, fetching counted`),
-    tile("Held", bytes(held), "", `${count(stats.num_blocks)} blocks · ${exact(stats.num_leases)} leases · ${exact(stats.num_sessions)} sessions`));
+    tile("Held", bytes(held), "", [[stats.num_blocks, "block"], [stats.num_leases, "lease"], [stats.num_sessions, "session"]].map(([num, what]) => `${count(num)} ${what}${num === 1 ? "" : "s"}`).join(" · ")));
   const mean = kind => seconds((stats.seconds[`${kind}_fetch`] ?? 0) / fetches.num);
   const speed = fetches?.num ? `a fetch takes ${mean("actual")}, ${mean("predicted")} predicted` : "nothing was fetched so far";
   $("tiles").children[2].lastChild.textContent += `; ${speed}`;
@@ -201,11 +201,9 @@ function drawCharts() {
   charts.saved.update(at, [{ label: "saved", color: "var(--good)", values: rates("saved_s", from) }]);
   const grown = beginning => names(beginning).sort((a, b) => (series(b).at(-1) ?? 0) - (series(a).at(-1) ?? 0)).map(name => [last(name, beginning), rates(name, from)]).filter(([, values]) => values.some(value => value));
   charts.missed.update(at, grown("tokens.missed.").map(([reason, values]) => ({ label: words(reason), title: page.table.misses?.[reason], color: reasonColor(reason, names("tokens.missed.").indexOf(`tokens.missed.${reason}`)), values })));
-  const flows = grown("moved."), seen = {};
-  charts.moved.update(at, flows.map(([name, values]) => {
+  charts.moved.update(at, grown("moved.").map(([name, values]) => {
     const [where, direction] = name.split(".");
-    seen[where] = (seen[where] ?? -1) + 1;
-    return { label: `${tier(where)} ${direction ?? ""}`, color: color(where), dashed: seen[where] > 0, values };
+    return { label: `${tier(where)} ${direction ?? ""}`, color: color(where), dashed: direction === "write", values };
   }));
   charts.removed.update(at, grown("removed.").map(([name, values], i) => {
     const [where, reason] = name.split(".");
