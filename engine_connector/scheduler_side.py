@@ -103,7 +103,9 @@ class StoreSchedulerSide:
         if match is None or match.num_blocks <= first:
             return 0
         state.offer = Offer(first, match.plan, match.plan_id)
-        last = match.num_blocks if match.plan is None else first + match.plan.num_blocks
+        last = match.num_blocks
+        if match.plan is not None:
+            last = min(last, first + match.plan.num_blocks)
         if any(match.tiers[first:last]):
             self._prefetch_if_waiting(state, link, keys[:last])
         whole = has_tail and last == len(keys)

@@ -170,18 +170,16 @@ def test_only_what_is_planned_is_brought_nearer(b: Side) -> None:
     assert len(b.client.wishes) == 1
 
 
-@pytest.mark.parametrize(("num_planned", "num_tokens"), [(2, 2 * BLOCK), (4, 4 * BLOCK + 5)])
-def test_a_tail_goes_with_all_blocks_before_it(sidecar: InProcessSidecar, num_planned: int, num_tokens: int) -> None:
+def test_a_prompt_that_is_handed_over_is_not_planned(sidecar: InProcessSidecar) -> None:
     """The planner counts full blocks only; and a load with a tail is never from the back."""
     producer, consumer = (Side(sidecar, name, hand_over=HandOver.BOTH) for name in (b"p", b"c"))
     request = Request("r", 4, extra=5)
     producer.report_saved(*producer.step(ScheduledRequest(request, pages(request), 0, 4 * BLOCK + 5)).saves)
     consumer.side.use_both_ends(64)
-    consumer.client.plan = PLAN._replace(num_blocks=num_planned)
     handed = Request("handed", 4, extra=5, num_generated=1)
 
-    assert consumer.side.get_num_new_matched_tokens(handed, 0) == num_tokens
-    assert not consumer.client.match_wishes[-1].both_ends
+    assert consumer.side.get_num_new_matched_tokens(handed, 0) == 4 * BLOCK + 5
+    assert consumer.client.match_wishes == [None]
     producer.side.close(), consumer.side.close()
 
 
@@ -258,6 +256,11 @@ def test_where_others_wait_the_front_is_bound_to_the_plan(b: Side) -> None:
 
     (job,) = b.step().loads
     assert (job.front_blocks, job.meet_block) == (1, 1)
+
+
+def test_a_plan_for_more_than_was_found_is_cut_to_that(b: Side) -> None:
+    b.client.plan = PLAN._replace(num_blocks=1000)
+    assert b.match(Request("r", 4)) == 4
 
 
 @pytest.mark.parametrize("plan", [None, PLAN, BOTH_ENDS], ids=["none", "one end", "too short"])
