@@ -22,6 +22,9 @@ MAX_PREPARED_SIZES = 16
 """Sizes of blocks that lists are kept for, on either side; a model's layer groups have two or three. Others are read by
 address, which takes 0.1 ms more for 32 of them."""
 
+_MAX_ADDRESS = 1 << 57
+"""Of a process, on any machine there is."""
+_MAX_ARENA_BYTES = 1 << 46
 _MAGIC = b"KVR1"
 _HEADER = struct.Struct(f"<4s{BEACON_NBYTES}sQQQQI")
 
@@ -61,8 +64,10 @@ class ArenaPlace(NamedTuple):
             magic, beacon, beacon_at, memory_at, memory_nbytes, generations_at, metadata_nbytes = _HEADER.unpack_from(
                 encoded
             )
-            if magic == _MAGIC and len(encoded) == _HEADER.size + metadata_nbytes <= MAX_DESCRIPTOR_BYTES:
-                places = beacon_at, memory_at, memory_nbytes, generations_at
+            places = beacon_at, memory_at, memory_nbytes, generations_at
+            is_whole = len(encoded) == _HEADER.size + metadata_nbytes <= MAX_DESCRIPTOR_BYTES
+            is_sane = memory_nbytes <= _MAX_ARENA_BYTES and max(beacon_at, memory_at, generations_at) <= _MAX_ADDRESS
+            if magic == _MAGIC and is_whole and is_sane:
                 return cls(beacon, *places, encoded[_HEADER.size :])
         raise RemoteProtocolError(
             f"descriptor: {encoded[:32].hex()} ({len(encoded)} bytes) is not that of an rdma endpoint",
@@ -75,14 +80,20 @@ class Grid:
     """Slots of one size in an arena of segments, as prepared descriptors: slot n of segment s has index s * per_segment + n."""
 
     def __init__(self, base: int, arena_nbytes: int, nbytes: int) -> None:
+        self._base, self._arena_nbytes, self._nbytes = base, arena_nbytes, nbytes
         self.slot_nbytes = slot_nbytes(nbytes)
         self.per_segment = SEGMENT_BYTES // self.slot_nbytes
-        starts = range(0, arena_nbytes, SEGMENT_BYTES)
-        counts = [min(SEGMENT_BYTES, arena_nbytes - start) // self.slot_nbytes for start in starts]
-        self.size = sum(counts)
-        self.rows: Rows = np.array(
+        num_whole, rest = divmod(arena_nbytes, SEGMENT_BYTES)
+        self.size = num_whole * self.per_segment + rest // self.slot_nbytes
+
+    @property
+    def rows(self) -> Rows:
+        """A row for each segment that has slots. Not to be asked for before it is known that `size` will do."""
+        starts = range(0, self._arena_nbytes, SEGMENT_BYTES)
+        counts = [min(SEGMENT_BYTES, self._arena_nbytes - start) // self.slot_nbytes for start in starts]
+        return np.array(
             [
-                (base + start, nbytes, 0, self.slot_nbytes, count)
+                (self._base + start, self._nbytes, 0, self.slot_nbytes, count)
                 for start, count in zip(starts, counts, strict=True)
                 if count
             ],

@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -241,11 +242,27 @@ def test_a_grid_is_the_list_of_all_slots(nbytes: int, arena_nbytes: int) -> None
 def test_a_descriptor_is_read_back_and_any_cut_is_refused() -> None:
     place = ArenaPlace(bytes(range(16)), 1, 2, 3, 4, b"metadata")
     encoded = place.encode()
+    far = (1 << 64) - PAGE
 
     assert ArenaPlace.decode(encoded) == place
     wrong = [encoded[:n] for n in range(len(encoded))] + [encoded + b"x", b"KVR2" + encoded[4:]]
     wrong.append(encoded[:52] + struct.pack("<I", 1 << 31) + encoded[56:])
     wrong.append(place._replace(metadata=bytes(MAX_DESCRIPTOR_BYTES - 56)).encode() + b"x")
+    numbers = ("beacon_at", "memory_at", "memory_nbytes", "generations_at")
+    wrong += [place._replace(**{name: far}).encode() for name in numbers]  # sums would not fit into 64 bits
     for broken in wrong:
         with pytest.raises(RemoteProtocolError):
             ArenaPlace.decode(broken)
+
+
+def test_a_list_that_would_be_too_long_is_not_even_begun() -> None:
+    """Of an arena as large as a descriptor may say; its segments alone would be a million."""
+
+    class Never:
+        def prepare(self, name: str, rows: np.ndarray) -> Any:
+            raise AssertionError(f"{len(rows)} rows")
+
+    agent: Any = Never()
+    started_s = time.monotonic()
+    assert PreparedGrids(agent, "liar", 0, 1 << 46).get(NBYTES) is None
+    assert time.monotonic() - started_s < 0.1
