@@ -26,6 +26,7 @@ NAMES = (
     "no_regret",
     "published_ttft",
     "policy_simulation",
+    "eviction",
     "route",
 )
 

@@ -38,8 +38,9 @@ class AdaptiveMix(LeafPolicy):
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
-        for order in self.orders:
-            order.offer(row)
+        if self.candidates.is_evictable(row):
+            self.orders[_LRU].push(row)
+            self.orders[_LRU2].push(row)
 
     def stored(self, rows: Rows) -> None:
         """See EvictionPolicy."""

@@ -12,6 +12,7 @@ from kvstore.index import BlockIndex
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
+_ENTRY_NBYTES = 8 + 36  # a pointer, and an int beyond 2^60
 _SLACK = 1024  # entries that are worth no rebuilding
 
 
@@ -35,14 +36,19 @@ class LeafOrder:
 
     def offer(self, row: int) -> None:
         """`row` may have become evictable."""
-        if not self._candidates.is_evictable(row):
-            return
-        self._queued.grow()
+        if self._candidates.is_evictable(row):
+            self.push(row)
+
+    def push(self, row: int) -> None:
+        """`row` is evictable."""
+        queued = self._queued
+        if row >= len(queued.at):
+            queued.grow()
         key = self._key(row)
-        queued = self._queued.at[row]
-        if not queued or queued > key + 1:
-            self._queued.at[row] = key + 1
-            if len(self._heap) > 2 * len(self._queued.values) + _SLACK:
+        at = queued.at[row]
+        if not at or at > key + 1:
+            queued.at[row] = key + 1
+            if len(self._heap) > 2 * len(queued.at) + _SLACK:
                 self._rebuild()
             heapq.heappush(self._heap, key << _ROW_BITS | row)
 
@@ -79,6 +85,11 @@ class LeafOrder:
     def holds(self, row: int) -> bool:
         """Whether the row is queued."""
         return row < len(self._queued.values) and self._queued.at[row] > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, about."""
+        return self._queued.values.nbytes + len(self._heap) * _ENTRY_NBYTES
 
     def _counts(self, entry: int) -> bool:
         return self._queued.at[entry & _ROW_MASK] == (entry >> _ROW_BITS) + 1

@@ -107,7 +107,7 @@ def test_the_default_is_no_worse_than_lru_on_excerpts_of_traces(file: str, capac
         cache = ReplayCache(capacity, make_policy(name))
         hits[name] = sum(cache.request(request.blocks) for request in trace.requests)
 
-    assert 0 < hits["lru"]
+    assert hits["lru"] > 0
     assert hits["adaptive"] >= hits["lru"] - 0.002 * trace.num_references
     assert hits["adaptive"] <= most_hits([request.blocks for request in trace.requests], capacity)
 

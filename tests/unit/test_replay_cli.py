@@ -50,7 +50,7 @@ def test_one_run_prints_what_scripts_rely_on(tmp_path: Path) -> None:
     wanted = {"requests": 3, "blocks": 10, "hits": 5, "block_hit": 0.5, "token_hit": 0.5}
     assert {name: found[name] for name in wanted} == wanted
     assert found["hit_tokens"] == 5 * 512
-    assert 0 < found["saved_gpu_s"]
+    assert found["saved_gpu_s"] > 0
     assert 0 < found["ttft_p50_s"] <= found["ttft_p99_s"]
 
 
