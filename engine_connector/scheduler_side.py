@@ -16,7 +16,7 @@ from kvstore.client import Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, TAIL_KEEP_S
-from kvstore.core.plans import Match, MatchWish
+from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
@@ -40,6 +40,10 @@ MIN_BLOCKS_BY_LAYERS = 4
 """A load of fewer blocks is over before the engine comes to its first layer."""
 
 MIN_BLOCKS_BOTH_ENDS = 2
+
+_PATIENCE_S, _PATIENCE_FRACTION = 0.25, 0.15
+"""A load is not late before so long, or before so much of what computing all would take if that is less: the chunk that begins
+then is computed to its end."""
 
 _PRICE_OF_ANOTHER, _MAX_PRICE = 0.25, 3.0
 """What a second of the engine costs, in seconds of time to first token: a part of one for each other request that the last step
@@ -168,7 +172,7 @@ class StoreSchedulerSide:
             from_back=True,
             front_blocks=meet if self._price(request) or not meet else num_blocks,
             meet_block=meet,
-            expected_s=plan.fetch_s * (num_blocks - meet) / num_blocks,
+            expected_s=max(plan.fetch_s * (num_blocks - meet) / num_blocks, _patience_s(plan)),
         )
         return True
 
@@ -459,3 +463,7 @@ class StoreSchedulerSide:
 def _num_not_declined(statuses: bytes) -> int:
     declined = statuses.find(KeyStatus.DECLINED)
     return len(statuses) if declined < 0 else declined
+
+
+def _patience_s(plan: FetchPlan) -> float:
+    return min(_PATIENCE_S, _PATIENCE_FRACTION * plan.recompute_s) if plan.recompute_s else _PATIENCE_S

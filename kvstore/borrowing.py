@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvstore.core.blocks import Extent
-from kvstore.core.limits import MAX_FETCH_BLOCKS, PEER_PATIENCE_S, PEER_RETRY_S
+from kvstore.core.limits import MAX_FETCH_BLOCKS, PEER_FIRST_PATIENCE_S, PEER_PATIENCE_S, PEER_RETRY_S
 from kvstore.core.loans import PEER_AT_FAULT, Fetch, FetchDone, LoanProblem
 from kvstore.costs import LoadCost, TierQuote
 from kvstore.index import BlockIndex, Namespace, Rows
@@ -28,6 +28,7 @@ from kvstore.tier_speed import TierSpeed
 _PRIOR = LoadCost(0.002, 1e9)  # of a peer that was never asked: a 10 Gb/s network
 _FARTHEST_FRACTION = 0.8  # a holder that has so much of what the farthest has may be chosen for its speed
 _FETCH_BYTES = 64 << 20  # of one fetch: read well before its loan ends, and while the next one is being lent
+_KNOWN_AFTER = 8  # fetches, which bring an estimate of latency from what it was believed to be to fifty times that
 _PROBE_BLOCKS = 8  # asked of a peer that failed, until it is well again
 
 
@@ -98,6 +99,7 @@ class _Node:
     pause_s: float = 0.0  # after the last failure; 0: it is well
     suspect_until_s: float = 0.0
     num_open: int = 0  # fetches
+    num_good: int = 0  # fetches that brought something
     fetched_bytes: int = 0
 
 
@@ -115,6 +117,7 @@ class _Flight:
     unsettled: dict[int, Extent] = field(default_factory=dict)  # by index: slots in limbo of blocks that were given up
     failed: list[int] = field(default_factory=list)
     cancelled: bool = False
+    brought: bool = False  # a block at least
     tried_in_vain: bool = False  # some of it failed, other than by being called off
 
 
@@ -247,6 +250,7 @@ class Borrowing:
         if done.problem is None:
             node.pause_s = node.suspect_until_s = 0.0
             node.fetched_bytes += nbytes
+            flight.brought = True
             self._meters.transfer("peer", "read", nbytes, now_s - self._ordered_s[done.fetch_id])
             self._arrive(row)
             ended.append(row)
@@ -312,7 +316,9 @@ class Borrowing:
 
     def _end(self, fetch_id: int, flight: _Flight) -> None:
         del self._flights[fetch_id], self._ordered_s[fetch_id]
-        self._nodes[flight.node_id].num_open -= 1
+        node = self._nodes[flight.node_id]
+        node.num_open -= 1
+        node.num_good += flight.brought
 
     def _call_off(self, fetch_id: int, flight: _Flight) -> None:
         if not flight.cancelled:
@@ -375,7 +381,9 @@ class Borrowing:
         for start in range(0, len(rows), most):
             end = min(start + most, len(rows))
             predicted_s = offer.quote.load_s(end * entry.spec.block_nbytes)
-            deadline_s = PEER_PATIENCE_S + 2 * predicted_s
+            # Of a node that was hardly asked before nobody knows how far away it is.
+            known = self._node(offer.node_id).num_good >= _KNOWN_AFTER
+            deadline_s = (PEER_PATIENCE_S if known else PEER_FIRST_PATIENCE_S) + 2 * predicted_s
             self._begin_one(
                 entry, keys[: first + end], first + start, rows[start:end], offer.node_id, tried, deadline_s, now_s
             )

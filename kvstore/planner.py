@@ -43,7 +43,8 @@ SHORT_S = 0.02
 """A load of less is over before a chunk could begin; and what is in RAM is there."""
 
 UNKNOWN_DEADLINE_S = 1.0
-"""A fetch may take so long, at least, while it is not known what computing instead would take."""
+"""A fetch may take so long, at least, while it is not known what computing instead would take; and one that is predicted to
+take longer is long."""
 
 _FREE = TierQuote(LoadCost(0.0, math.inf))
 """RAM that nobody quotes: its blocks are there, and only the copy into pages takes time."""
@@ -231,14 +232,16 @@ def _prefix(wish: PlanWish, fetch: _Fetch, work: _Work, cut: int) -> FetchPlan:
 
 
 def _all_of_it(wish: PlanWish, fetch: _Fetch) -> FetchPlan:
-    """It is not known what computing costs. From both ends that does not matter either."""
+    """It is not known what computing costs. From both ends that does not matter either: the engine begins at once if the load is
+    long, and else if it is late, since a chunk that has begun is not interrupted."""
     num_blocks = fetch.num_blocks
     both_ends = bool(num_blocks and wish.both_ends and wish.chunk_tokens)
+    is_long = fetch.all_s >= UNKNOWN_DEADLINE_S
     unknown = "what computing costs is not known yet"
     return FetchPlan(
         num_blocks=num_blocks,
         both_ends=both_ends,
-        front_blocks=num_blocks // 2 if both_ends else 0,
+        front_blocks=num_blocks // 2 if both_ends and is_long else 0,
         fetch_s=fetch.all_s,
         recompute_s=0.0,
         total_s=fetch.all_s,

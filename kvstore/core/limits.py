@@ -230,6 +230,9 @@ MAX_FETCH_BLOCKS = 4096
 PEER_PATIENCE_S = 0.1
 """A fetch from a peer may take twice what was predicted and so much more; then its blocks are asked of another, or computed."""
 
+PEER_FIRST_PATIENCE_S = 1.0
+"""Instead of that, for the first fetches from a node: connecting and saying Hello are among them, and it may be far away."""
+
 PEER_RETRY_S = (0.5, 30.0)
 """First and longest pause before a peer that failed is asked again; doubles in between."""
 

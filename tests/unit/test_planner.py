@@ -194,7 +194,10 @@ def test_all_is_fetched_until_it_is_known_what_computing_costs():
     assert "not known" in found.reason
     assert found.deadline_s == UNKNOWN_DEADLINE_S
     both = plan(wish(1700, both_ends=True, chunk_tokens=512), bytes([NVME]) * 100, {NVME: DRIVE})
-    assert (both.num_blocks, both.both_ends, both.front_blocks) == (100, True, 50)
+    assert (both.num_blocks, both.both_ends, both.front_blocks) == (100, True, 0)
+    slow = TierQuote(LoadCost(0.002, 1e8))
+    long = plan(wish(1700, both_ends=True, chunk_tokens=512), bytes([NVME]) * 100, {NVME: slow})
+    assert (long.num_blocks, long.both_ends, long.front_blocks) == (100, True, 50)
 
 
 # From both ends.
