@@ -25,6 +25,9 @@ from kvstore.meters import Meters
 from kvstore.placements import ARRIVING, LEAVING
 from kvstore.tier_speed import TierSpeed
 
+MAX_REMEMBERED_PEERS = 8192
+"""Nodes whose speed and failures are known. Of more, half of those of which nothing is under way are forgotten."""
+
 _PRIOR = LoadCost(0.002, 1e9)  # of a peer that was never asked: a 10 Gb/s network
 _FARTHEST_FRACTION = 0.8  # a holder that has so much of what the farthest has may be chosen for its speed
 _FETCH_BYTES = 64 << 20  # of one fetch: read well before its loan ends, and while the next one is being lent
@@ -412,7 +415,14 @@ class Borrowing:
         self._fetches.append(Fetch(fetch_id, node_id, entry.namespace, keys, first, offsets, nbytes, deadline_s))
 
     def _node(self, node_id: str) -> _Node:
-        return self._nodes.setdefault(node_id, _Node())
+        node = self._nodes.get(node_id)
+        if node is None:
+            if len(self._nodes) >= MAX_REMEMBERED_PEERS:
+                idle = [name for name, known in self._nodes.items() if not known.num_open]
+                for name in idle[: (len(idle) + 1) // 2]:
+                    del self._nodes[name]
+            node = self._nodes[node_id] = _Node()
+        return node
 
 
 def _runs(indices: Sequence[int]) -> list[list[int]]:

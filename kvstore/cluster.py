@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,8 @@ _RESYNC_SLICE_BLOCKS = 4096
 _RESYNC_PAUSE_S = 0.002  # others' requests go between, and the directory's thread takes what is queued
 _CLOSE_FRACTION = 0.5
 _INVITE_DEADLINE_S = 2.0
+MAX_WAITING_INVITATIONS = 32
+"""Behind a node that is slow to answer. More are not sent; who reads the prefix again invites again."""
 
 
 class _Question(NamedTuple):
@@ -81,6 +84,7 @@ class Cluster:
         self._announcer: Announcer | None = None
         self._replication: Replication | None = None
         self._inviting = ThreadPoolExecutor(1, thread_name_prefix="kvstore-invite")
+        self._may_invite = threading.BoundedSemaphore(MAX_WAITING_INVITATIONS)
         self._resyncing: asyncio.Task[None] | None = None
         self._resync_again = False
         self._pump_due = False
@@ -145,7 +149,9 @@ class Cluster:
         self._announcer.tell()
         if self._replication is not None:
             for invitation in self._replication.take_invitations():
-                self._inviting.submit(self._invite, invitation)
+                if self._may_invite.acquire(blocking=False):
+                    sent = self._inviting.submit(self._invite, invitation)
+                    sent.add_done_callback(lambda _: self._may_invite.release())
         if self.directory.resync_needed:
             self.announce_all()
 
@@ -198,7 +204,10 @@ class Cluster:
 
     def _invite(self, invitation: Invitation) -> None:
         """In a thread of its own; that nobody comes costs nothing."""
-        node = next((node for node in self.directory.nodes() if node.node_id == invitation.node_id), None)
+        nodes = self.directory.nodes()
+        for address in self._hosts.keys() - {node.control_address for node in nodes}:
+            self._hosts.pop(address).close()
+        node = next((node for node in nodes if node.node_id == invitation.node_id), None)
         if node is None:
             return
         control = self._hosts.setdefault(node.control_address, self._control(node.control_address))

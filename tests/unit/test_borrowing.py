@@ -9,6 +9,7 @@ import pytest
 from small_spill import SmallSpill
 from small_store import PAGE, SEGMENT
 
+from kvstore import borrowing
 from kvstore.core.blocks import Holder
 from kvstore.core.errors import UnknownLease
 from kvstore.core.events import BlockStored
@@ -283,6 +284,21 @@ def test_a_block_dropped_on_its_way_is_gone_when_it_comes():
     small.store.release(ANNA, grant.lease_id, 0.0)
     assert small.match("ab") == 0
     assert small.tier().free_bytes == small.tier().capacity_bytes
+
+
+def test_of_nodes_that_come_and_go_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(borrowing, "MAX_REMEMBERED_PEERS", 8)
+    small = SmallPeers({"busy": 4})
+    small.acquire(ANNA, "abcd")
+    (fetch,) = small.fetches()
+    for number in range(40):
+        small.directory.holders = {f"pod-{number}": 6}
+        assert small.match("abcdef") == 6
+        small.store.check()
+    assert small.store._borrowing is not None
+    assert len(small.store._borrowing._nodes) <= 8
+    small.end(fetch, range(4))
+    assert small.store.peer_figures("busy", 0.0).fetched_bytes == 4 * PAGE
 
 
 def test_what_an_engine_here_writes_is_not_fetched():
