@@ -68,7 +68,9 @@ class PeerControl:
         channel, token = self._session(until_s)
         try:
             return self._send(channel, verb, request, reply_class, until_s, token)
-        except RemoteProtocolError:
+        except RemoteProtocolError as err:
+            if err.fields.get("field") != _SESSION_METADATA:
+                raise
             if self._token == token:  # it was restarted, or forgot us: introduce ourselves anew, once
                 self._token = ""
             channel, token = self._session(until_s)

@@ -47,7 +47,7 @@ class Node:
     def _call(self, body: bytes, context: Any) -> bytes:
         shown = dict(context.invocation_metadata()).get("kvstore-session", "")
         if shown.encode() != self.tokens[-1]:
-            refuse(context, RemoteProtocolError("kvstore-session: not open"))
+            refuse(context, RemoteProtocolError("kvstore-session: not open"), field="kvstore-session")
             return b""
         return self.answer(body, context)
 
@@ -106,6 +106,24 @@ def test_the_nodes_error_is_raised_here(node: Node, control: PeerControl) -> Non
     with pytest.raises(LeaseRefused, match="too many") as refused:
         control.lend(pb.LendRequest(), SOON_S)
     assert refused.value.fields["limit"] == "MAX"
+
+
+def test_an_error_of_the_protocol_opens_no_second_session(node: Node, control: PeerControl) -> None:
+    """Each is kept for a minute by a node that allows a thousand."""
+
+    def answer(_body: bytes, context: Any) -> bytes:
+        refuse(context, RemoteProtocolError("digest: this node tells a directory server"))
+        return b""
+
+    node.answer = answer
+    for _ in range(5):
+        with pytest.raises(RemoteProtocolError, match=r"^digest: "):
+            control.digest(b"", SOON_S)
+    node.answer = lambda _body, _context: b"\xff\xff"
+    for _ in range(5):
+        with pytest.raises(RemoteProtocolError, match=r"^body: "):
+            control.lend(pb.LendRequest(), SOON_S)
+    assert len(node.hellos) == 1
 
 
 def test_what_is_no_message_is_an_error_of_the_protocol(node: Node, control: PeerControl) -> None:
