@@ -15,6 +15,10 @@ STALL_S = 0.2
 PROBE_INTERVAL_S = 2.0
 """An estimate that is older may be wrong; a tier that is out of use is tried so often."""
 
+MAX_TRIES = 3
+"""So often something is ordered of a tier that is stalled, and then no probe until something comes: each keeps room in RAM that
+may never be filled."""
+
 _STALL_FACTOR = 10.0
 
 
@@ -32,6 +36,9 @@ class TierSpeed:
     A window ends before a gap that is no shorter than usual, so that what comes in bursts is not cut within one. Latency is
     seen at the first arrival after idleness, as an interval: the tier may have worked on that read alone before, or on as
     many as it does at once; the estimate moves to the nearer end if it lies outside.
+
+    A read may hang while others come: one bad place of a drive, or one drive of several. Those that were outstanding when the
+    tier fell silent are set aside as soon as something new is ordered, which then tells whether it still works.
     """
 
     def __init__(self, prior: LoadCost | None = None) -> None:
@@ -39,6 +46,9 @@ class TierSpeed:
         self._latency_s = Smoothed()
         self.queued_bytes = 0  # ordered, and neither there nor cancelled
         self._num_outstanding = 0
+        self._num_hung = 0  # set aside
+        self._is_silent = False  # they were, and nothing has come since
+        self._num_tries = 0  # of what was ordered meanwhile
         self._num_ordered_idle = 0  # since the tier was idle, until the first one came
         self._is_first = False  # none has come since the tier was idle
         self._window = _Window(0.0)
@@ -69,6 +79,8 @@ class TierSpeed:
 
     def ordered(self, nbytes: int, now_s: float) -> None:
         """A read of `nbytes` was handed to the tier."""
+        if self._is_late(now_s):
+            self._set_aside()
         if self._num_outstanding == 0:
             self._window = _Window(now_s)
             self._is_first = True
@@ -80,8 +92,11 @@ class TierSpeed:
 
     def ended(self, nbytes: int, now_s: float, *, ok: bool) -> None:
         """A read ended; its bytes came if `ok`."""
+        was_set_aside = self._num_outstanding == 0
         self._take_out(nbytes)
         if ok:
+            self._end_silence()
+        if ok and not was_set_aside:
             if self._window.ends_before(now_s):
                 self._close_window()
             if self._is_first:
@@ -104,16 +119,21 @@ class TierSpeed:
 
     def is_stalled(self, now_s: float) -> bool:
         """Reads are outstanding, and none has come for far too long."""
+        return self._is_silent or self._is_late(now_s)
+
+    def _is_late(self, now_s: float) -> bool:
         if self._num_outstanding == 0:
             return False
         cost = self.cost
-        next_s = cost.load_s(self.queued_bytes / self._num_outstanding) if cost is not None else 0.0
+        next_s = cost.load_s(self.queued_bytes / (self._num_outstanding + self._num_hung)) if cost is not None else 0.0
         return now_s - self._news_s > max(STALL_S, _STALL_FACTOR * next_s)
 
     def wants_probe(self, now_s: float) -> bool:
-        """The tier is idle, and what is known of it is old: read something, even if it seems not worth it."""
+        """The tier is idle or stalled, and what is known of it is old: read something, even if it seems not worth it."""
         known_s = max(self._measured_s, self._probed_s)
-        return self._num_outstanding == 0 and now_s - known_s > PROBE_INTERVAL_S
+        if now_s - known_s <= PROBE_INTERVAL_S:
+            return False
+        return self._num_tries < MAX_TRIES if self.is_stalled(now_s) else self._num_outstanding == 0
 
     def probing(self, now_s: float) -> None:
         """A probe is under way; another one is not wanted for a while, whatever becomes of this one."""
@@ -121,14 +141,30 @@ class TierSpeed:
 
     def check(self) -> None:
         """Assert that counts are of reads."""
-        assert self._num_outstanding >= 0
+        assert min(self._num_outstanding, self._num_hung) >= 0
         assert self.queued_bytes >= 0
-        assert self._num_outstanding > 0 or self.queued_bytes == 0
+        assert self._num_outstanding + self._num_hung > 0 or self.queued_bytes == 0
 
     def _take_out(self, nbytes: int) -> None:
-        assert self._num_outstanding > 0, "a read ends once"
-        self._num_outstanding -= 1
+        assert self._num_outstanding + self._num_hung > 0, "a read ends once"
         self.queued_bytes -= nbytes
+        if self._num_outstanding:
+            self._num_outstanding -= 1
+        else:
+            self._num_hung -= 1
+        if self._num_outstanding + self._num_hung == 0:
+            self._end_silence()
+
+    def _end_silence(self) -> None:
+        self._is_silent = False
+        self._num_tries = 0
+
+    def _set_aside(self) -> None:
+        self._close_window()
+        self._num_hung += self._num_outstanding
+        self._num_outstanding = 0
+        self._is_silent = True
+        self._num_tries += 1
 
     def _see_latency(self, nbytes: int, now_s: float) -> None:
         self._is_first = False

@@ -6,7 +6,7 @@ import pytest
 from small_tier import SmallTier, log_normal
 
 from kvstore.costs import LoadCost
-from kvstore.tier_speed import PROBE_INTERVAL_S, STALL_S, TierSpeed
+from kvstore.tier_speed import MAX_TRIES, PROBE_INTERVAL_S, STALL_S, TierSpeed
 
 MB = 1_000_000
 PRIOR = LoadCost(0.001, 1e9)
@@ -175,7 +175,7 @@ def test_a_tier_that_is_never_used_is_probed_now_and_then():
 def test_a_tier_in_use_is_not_probed():
     speed = TierSpeed(PRIOR)
     speed.ordered(MB, 100.0)
-    assert not speed.wants_probe(200.0)
+    assert not speed.wants_probe(100.0 + STALL_S / 2)
 
 
 def test_a_tier_that_became_faster_while_it_was_out_of_use_is_found_by_its_probes():
@@ -228,3 +228,70 @@ def test_whatever_happens_a_cost_stays_one(seed: int):
         if speed.cost is not None:
             assert 0 <= speed.cost.latency_s < 1e4
             assert 0 < speed.cost.bytes_per_s < 1e15
+
+
+def load(speed: TierSpeed, now_s: float, *, num: int = 32, bytes_per_s: float = 3e9) -> float:
+    """Blocks of 2 MiB, one after the other; when the last is there."""
+    for _ in range(num):
+        speed.ordered(2 << 20, now_s)
+    for _ in range(num):
+        now_s += (2 << 20) / bytes_per_s
+        speed.ended(2 << 20, now_s, ok=True)
+        speed.check()
+    return now_s
+
+
+def test_one_read_that_hangs_does_not_take_the_tier_with_it() -> None:
+    """Nor does the time in which only that one was outstanding count as slowness."""
+    speed = TierSpeed(LoadCost(0.001, 3e9))
+    now_s = load(speed, 0.0)
+    speed.ordered(2 << 20, now_s)  # never ends
+    now_s += 5.0
+    assert speed.quote(now_s) is None
+    assert speed.wants_probe(now_s)
+    speed.probing(now_s)
+    now_s = load(speed, now_s, num=1)
+    for _ in range(20):
+        now_s += 1.0
+        assert speed.quote(now_s) is not None
+        now_s = load(speed, now_s)
+    assert speed.cost is not None
+    assert speed.cost.bytes_per_s == pytest.approx(3e9, rel=0.1)
+    speed.ended(2 << 20, now_s, ok=True)  # and then it does
+    speed.check()
+    assert speed.cost.bytes_per_s == pytest.approx(3e9, rel=0.1)
+
+
+def test_a_tier_that_stays_silent_is_tried_a_few_times_and_never_quoted() -> None:
+    speed = TierSpeed(LoadCost(0.001, 3e9))
+    now_s = load(speed, 0.0)
+    speed.ordered(2 << 20, now_s)
+    now_s += 5.0
+    tries = 0
+    for _ in range(600):
+        now_s += 0.1
+        assert speed.quote(now_s) is None
+        if speed.wants_probe(now_s):
+            tries += 1
+            speed.probing(now_s)
+            speed.ordered(2 << 20, now_s)
+            assert speed.quote(now_s) is None
+    assert tries == MAX_TRIES
+    for _ in range(tries + 1):  # it comes to itself
+        speed.ended(2 << 20, now_s, ok=True)
+        speed.check()
+    assert speed.quote(now_s) is not None
+
+
+@pytest.mark.parametrize("ok", [None, False])
+def test_a_silence_ends_when_nothing_is_outstanding(ok: bool | None) -> None:
+    """Reads that were cancelled, or failed, say nothing about those to come."""
+    speed = TierSpeed(LoadCost(0.001, 3e9))
+    for now_s in (0.0, 5.0):
+        for _ in range(4):
+            speed.ordered(2 << 20, now_s)
+    for _ in range(8):
+        assert speed.quote(10.0) is None
+        speed.cancelled(2 << 20, 10.0) if ok is None else speed.ended(2 << 20, 10.0, ok=ok)
+        speed.check()
+    assert speed.quote(10.0) is not None
