@@ -307,7 +307,11 @@ def test_health_and_unknown_pages(sidecar: SidecarProcess) -> None:
 
 
 def test_a_sidecar_without_drives_is_ready_with_one_tier(sidecar: SidecarProcess) -> None:
-    assert json.loads(metrics(sidecar, "readyz")) == {"ready": True, "tiers": {"pinned": {"state": "ready"}}}
+    assert json.loads(metrics(sidecar, "readyz")) == {
+        "ready": True,
+        "problems": [],
+        "tiers": {"pinned": {"state": "ready"}},
+    }
 
 
 def test_a_drive_that_is_lost_is_seen_everywhere_and_the_service_goes_on(tmp_path: Path) -> None:
