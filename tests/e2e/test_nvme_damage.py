@@ -77,6 +77,11 @@ class Service:
         tier: dict[str, Any] = answer["tiers"]["nvme"]
         return tier
 
+    def problems(self) -> list[tuple[str, str]]:
+        """What it says is wrong, and with which drive."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=10) as reply:
+            return [(each["problem"], each["subject"]) for each in json.load(reply)["problems"]]
+
     def states(self) -> list[str]:
         return [drive["state"] for drive in self.ready()["drives"]]
 
@@ -234,6 +239,7 @@ def test_a_data_file_that_is_deleted_is_read_on_and_not_written(service: Service
     service.require_service_from_ram(2)
     wait_until(lambda: service.counters["failed_writes_gone_total"] > 0, "the write was refused")
     assert service.counters["nvme_problems_deleted_total"] == 1
+    assert service.problems() == [("tier_degraded", str(service.directories[0]))]
 
     service.restart()
     assert service.states() == ["ready"], "with a new file"
@@ -390,6 +396,7 @@ def test_a_full_file_system_stops_writes_until_there_is_room_again(tmp_path: Pat
             seeds += 1
 
         assert "No space left" in service.reason()
+        assert service.problems() == [("disk_full", str(folder / "drive"))]
         service.require_all(1)
         service.require_service_from_ram(10)
         wait_until(lambda: service.counters["failed_writes_no_space_total"] > 0, "a write was refused")
