@@ -67,7 +67,7 @@ class Cluster:
         self._arena = arena
         self._loop = loop
         self._clock = clock
-        self.secret = _read_secret(config.peer_secret_file)
+        self.secret = read_secret(config.peer_secret_file)
         self.identity = Identity(
             config.node_id or socket.gethostname(), secrets.token_bytes(16), self.secret, _credentials(config)
         )
@@ -382,12 +382,22 @@ def _credentials(config: Config) -> Callable[[], Any] | None:
     return make
 
 
-def _read_secret(file: str) -> bytes:
+def read_secret(file: str) -> bytes:
+    """What all nodes know and nobody else; b"" for no file. Raises ConfigError."""
+    from kvstore.transport.tcp_socket import MIN_SECRET_NBYTES
+
     if not file:
         return b""
     try:
-        return Path(file).read_bytes().strip()
+        secret = Path(file).read_bytes().strip()
     except OSError as err:
         raise ConfigError(
             f"peer_secret_file: cannot read {file}: {err.strerror}", field="peer_secret_file", value=file
         ) from err
+    if len(secret) < MIN_SECRET_NBYTES:
+        raise ConfigError(
+            f"peer_secret_file: {len(secret)} bytes in {file} are too few; use {MIN_SECRET_NBYTES} random ones or more",
+            field="peer_secret_file",
+            value=file,
+        )
+    return secret

@@ -37,6 +37,7 @@ _SIZE_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 <
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 _EVENTS_ADDRESS = re.compile(r"tcp://[^/\s]+:(\d{1,5}|\*)|ipc://\S+")
 _LINKS = ("rdma", "tcp")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOG_FORMATS = ("keyvalue", "json")
 _WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -230,6 +231,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         self._check_reach()
 
     def _check_reach(self) -> None:
+        for name in ("node_id", "cluster"):
+            value = getattr(self, name)
+            if value and not _NAME.fullmatch(value):
+                raise _wrong(name, value[:200], "use 1 to 128 of letters, digits and . _ -")
+        if not self.grpc:
+            raise _wrong("grpc", "false", "peers ask this node over gRPC; leave it on")
         if self.advertise and not _is_address(self.advertise):
             raise _wrong("advertise", self.advertise, "use host:port, such as 10.0.0.1:7077")
         if not _can_be_reached(self.advertise or self.grpc_tcp):
