@@ -35,7 +35,14 @@ from kvstore.core.errors import (
     TierIOError,
     UnknownLease,
 )
-from kvstore.core.limits import GRPC_CALL_DEADLINE_S, MAX_FRAME_BYTES, MAX_GRPC_CALLS, SESSION_IDLE_S
+from kvstore.core.limits import (
+    GRPC_CALL_DEADLINE_S,
+    MAX_FRAME_BYTES,
+    MAX_GRPC_CALLS,
+    MAX_GRPC_SESSIONS,
+    MAX_UNPROVEN_SESSIONS,
+    SESSION_IDLE_S,
+)
 from kvstore.dispatcher import Dispatcher
 from kvstore.loop_calls import call_on_loop
 from kvstore.proto import kvstore_pb2 as pb
@@ -206,6 +213,7 @@ class GrpcServer:
     def _hello(self, body: bytes, address: str) -> bytes:
         request = self._dispatcher.parse(Verb.HELLO, body)
         assert isinstance(request, pb.HelloRequest)
+        self._require_room(is_peer=request.role == pb.PEER)
         token = secrets.token_hex(_TOKEN_NBYTES)
         trusted = address.startswith("unix:")
         peer = Peer(
@@ -221,6 +229,15 @@ class GrpcServer:
         self._callers[token] = _Caller(session, self._clock.now_s(), timer)
         reply.session_token = token.encode()
         return reply.SerializeToString()
+
+    def _require_room(self, *, is_peer: bool) -> None:
+        num_others = sum(caller.session.role != pb.PEER for caller in self._callers.values())
+        for limit, most, count in (
+            ("MAX_GRPC_SESSIONS", MAX_GRPC_SESSIONS, len(self._callers)),
+            ("MAX_UNPROVEN_SESSIONS", MAX_UNPROVEN_SESSIONS, 0 if is_peer else num_others),
+        ):
+            if count >= most:
+                raise Overloaded(f"sessions: {count} over gRPC are open ({limit})", limit=limit, value=most)
 
     def _call(self, verb: Verb, body: bytes, token: str) -> bytes:
         session = self._session(token)

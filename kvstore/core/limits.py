@@ -50,6 +50,12 @@ MAX_LIMBO_FRACTION = 0.25
 SESSION_IDLE_S = 60.0
 """A gRPC session (it has no connection of its own) without a call for so long ends."""
 
+MAX_GRPC_SESSIONS = MAX_SESSIONS // 2
+"""Of them those over gRPC, so that whoever reaches the port does not keep engines from the local socket. More: Overloaded."""
+
+MAX_UNPROVEN_SESSIONS = MAX_GRPC_SESSIONS // 2
+"""And of those all that are no peers, who alone show a proof. More: Overloaded."""
+
 GRPC_CALL_DEADLINE_S = 5.0
 """A call from another thread (gRPC, metrics) that the brain loop has not come to by then: PeerUnavailable; never served."""
 
