@@ -183,7 +183,8 @@ class BlockIndex:
         """Touch what a request uses; returns the rows for which this is another use than their last one. Within
         CORRELATED_USE_S of a use that counted it is none: a request looks, leases and stores, or waits and looks again."""
         fresh = rows[now_s - self.counted_s[rows] >= CORRELATED_USE_S]
-        self.prior_use[fresh] = self.last_use[fresh]
+        again = fresh[self.last_use[fresh] > 0]  # pages of the column that hold no use before the last take no memory
+        self.prior_use[again] = self.last_use[again]
         if now_s < math.inf:
             self.counted_s[fresh] = now_s
         self.touch(rows)
