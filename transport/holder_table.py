@@ -142,8 +142,8 @@ class HolderTable:
         for start in range(0, len(old.entries), _SWEEP_BUCKETS):
             rows = old.entries[start : start + _SWEEP_BUCKETS]
             count += _insert(new, np.sort(rows[rows != 0]))
-        for tag, holders in old.beside.items():
-            count += _insert(new, np.array(sorted(tag | node for node in holders), np.uint64))
+        beside = sorted(tag | node for tag, holders in old.beside.items() for node in holders)
+        count += _insert(new, np.array(beside, np.uint64))  # at once: of names that are not spread there are many
         self._buckets = new
         self.num_entries = count
 

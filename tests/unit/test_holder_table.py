@@ -1,12 +1,14 @@
 """The table of (block, node) pairs says what a dict of sets would."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.transport import holder_table
 from kvstore.transport.directory import Fingerprints
 from kvstore.transport.holder_table import MAX_SPILLED_HOLDERS, HolderTable
 
@@ -127,3 +129,22 @@ def test_lookups_while_another_thread_changes_the_table(seed: int) -> None:
         looks += 1
     thread.join(10)
     table.check()
+
+
+def test_names_that_are_not_spread_cost_no_step_each_when_the_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer chooses what it says that it holds. All in one half of the buckets, a seventh of it lies beside."""
+    table = HolderTable()
+    half = np.random.default_rng(1).integers(0, 1 << 62, 1 << 16, np.uint64) << np.uint64(1)
+    table.add(half[: 1 << 15], 1)
+    assert len(table._buckets.beside) > 1000
+    insert, steps = holder_table._insert, []
+
+    def counted(buckets: Any, wanted: Any) -> int:
+        steps.append(len(wanted))
+        return insert(buckets, wanted)
+
+    monkeypatch.setattr(holder_table, "_insert", counted)
+    table.add(half[1 << 15 :], 2)
+    assert len(steps) < 8
+    table.check()
+    assert table.num_entries == 1 << 16
