@@ -29,7 +29,7 @@ from sidecar_process import BLOCK_NBYTES, tool, wait_until
 
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import KVStoreError, LeaseRefused, RemoteProtocolError, UnknownLease
-from kvstore.core.limits import MAX_LOANS_PER_PEER, PEER_LEASE_TTL_S
+from kvstore.core.limits import MAX_LOANS_PER_PEER, PEER_FIRST_PATIENCE_S, PEER_LEASE_TTL_S
 from kvstore.peer_control import PeerControl
 from kvstore.peer_identity import Identity
 from kvstore.proto import kvstore_pb2 as pb
@@ -42,7 +42,7 @@ from kvstore.transport.tcp import TcpEndpoint, TcpSecurity
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 4
-GIVEN_UP_WITHIN_S = 1.0
+GIVEN_UP_WITHIN_S = PEER_FIRST_PATIENCE_S + 0.5  # none of these was ever well
 
 LIES = {
     "lend garbage": ({"lend": garbage}, {"broken"}),
