@@ -106,7 +106,8 @@ def test_top_in_a_terminal_goes_on_without_the_sidecar_until_it_is_stopped(tmp_p
             "0.2",
         ]
         terminal = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=terminal) as child:
+        child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=terminal)
+        try:
             os.close(theirs)
             screen = Screen(ours)
             screen.wait_for("hit rate")
@@ -117,6 +118,9 @@ def test_top_in_a_terminal_goes_on_without_the_sidecar_until_it_is_stopped(tmp_p
             child.send_signal(signal.SIGINT)
             screen.drain()
             assert child.wait(10) == 0
+        finally:
+            child.kill()  # it may be waiting for us to read
+            child.wait(10)
     os.close(ours)
 
 
