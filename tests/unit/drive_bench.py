@@ -116,6 +116,13 @@ class Bench:
             assert time.monotonic() < ends_s
             time.sleep(0.001)
 
+    def wait_until_free(self) -> None:
+        """The end of the last move was reported, and its thread has let go of it."""
+        ends_s = time.monotonic() + DEADLINE_S
+        while self.drive.busy():
+            assert time.monotonic() < ends_s
+            time.sleep(0.001)
+
     def write(self, pages: Sequence[int]) -> list[MoveProblem | None]:
         """A page each, all bytes alike: its number, out of the arena's page of that number."""
         for page in pages:

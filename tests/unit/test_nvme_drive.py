@@ -245,7 +245,7 @@ def test_reads_that_nobody_waits_for_end_at_once_and_those_begun_go_on(bench):
     assert b.wait([begun, queued, kept, write]) == [None] * 4
     assert 6 not in b.file.inside
     assert b.drive.health() == ("ready", "", {})
-    assert not b.drive.busy()
+    b.wait_until_free()
 
 
 def test_cancelling_says_nothing_of_the_drive(bench, caplog: pytest.LogCaptureFixture):

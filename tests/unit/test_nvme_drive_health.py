@@ -71,7 +71,7 @@ def test_a_step_that_crashes_ends_its_moves_and_the_thread_goes_on(bench, monkey
         assert b.write([2]) == [None]
         assert b.read([2]) == [None]
     assert "a step crashed" in caplog.text
-    assert not b.drive.busy()
+    b.wait_until_free()
 
 
 # --- health -----------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_close_stops_what_waits_and_finishes_what_runs(bench):
     b.drive.submit([late])
     assert b.done[late.move_id].problem is MoveProblem.STOPPED
     assert b.drive.health() == ("ready", "", {})
-    assert not b.drive.busy()
+    b.wait_until_free()
 
 
 def test_a_write_whose_checksum_is_being_computed_at_the_end_is_not_begun(bench, monkeypatch: pytest.MonkeyPatch):
