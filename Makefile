@@ -51,7 +51,7 @@ cluster-demo: $(READY)
 	$(BIN)/kvstore demo --cluster
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(READY)
 	KILL_ROUNDS=$${KILL_ROUNDS:-1000} $(BIN)/python -m pytest -s tests/e2e/test_nvme_kill.py $(PYTEST_ARGS)

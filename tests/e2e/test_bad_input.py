@@ -192,7 +192,6 @@ CALLS = [
     (Verb.ACQUIRE, acquire(ttl_s=float("nan")), "RemoteProtocolError", "ttl_s"),
     (Verb.ACQUIRE, acquire(ttl_s=-1.0), "RemoteProtocolError", "ttl_s"),
     (Verb.ACQUIRE, acquire(ttl_s=float("inf")), "RemoteProtocolError", "ttl_s"),
-    (Verb.ACQUIRE, acquire(deadline_s=float("nan")), "RemoteProtocolError", "deadline_s"),
     (Verb.ACQUIRE, acquire(order=9), "RemoteProtocolError", "order"),
     (Verb.PIN, pb.PinRequest(namespace=b"short"), "RemoteProtocolError", "namespace"),
     (Verb.PIN, pb.PinRequest(namespace=SPEC.namespace(), keys=b"x" * 15), "SpecMismatch", "keys"),

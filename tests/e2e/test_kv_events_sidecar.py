@@ -60,6 +60,7 @@ def test_events_name_what_each_tier_holds_and_locate_says_the_same(tmp_path: Pat
     live.connect(f"ipc://{tmp_path}/events")
     with running_sidecar(tmp_path, *flags) as sidecar, connected(sidecar) as client:
         wait_until_faulted(client)
+        live.poll(500)  # it was connected before there was anybody, and subscribes again only when it is looked at
         namespace = client.namespaces[0].namespace
         lease = client.reserve("one", namespace, KEYS)
         client.commit(lease.lease_id)

@@ -27,7 +27,7 @@ from sidecar_process import ROOT, SPEC, SidecarProcess, wait_until
 from kvstore.core.keys import KVSpec
 from kvstore.tiers.nvme.check import check_drive
 
-ROUNDS = int(os.environ.get("KILL_ROUNDS", "50"))
+ROUNDS = int(os.environ.get("KILL_ROUNDS", "25"))
 FIRST_STARTS = max(3, ROUNDS // 16)
 SEED = int(os.environ.get("KILL_SEED", "0")) or random.randrange(1, 1 << 32)
 ROUND_DEADLINE_S = 20.0
