@@ -329,7 +329,7 @@ BROKEN = {
     "garbage": bytes(range(256)) * 16,
     "oversized": struct.pack("<IBBHI", MAX_FRAME_BYTES + 1, 1, 0, 0, 1),
     "endless": struct.pack("<IBBHI", 0xFFFFFFFF, 1, 0, 0, 1),
-    "unknown verb": struct.pack("<IBBHI", 0, 17, 0, 0, 1),
+    "unknown verb": struct.pack("<IBBHI", 0, 99, 0, 0, 1),
     "reply": struct.pack("<IBBHI", 0, 1, 1, 0, 1),
     "reserved bytes": struct.pack("<IBBHI", 0, 1, 0, 1, 1),
     "call id 0": struct.pack("<IBBHI", 0, 1, 0, 0, 0),
