@@ -305,7 +305,7 @@ class BlockIndex:
         self.hits_at[row] = 0
         self.last_use_at[row] = 0
         self.prior_use_at[row] = 0
-        self.counted_s_at[row] = -math.inf
+        self.counted_s[row] = -math.inf
         self.marks_at[row] = 0
         self._free_rows.append(row)
 
