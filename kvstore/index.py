@@ -326,7 +326,6 @@ class BlockIndex:
         self.num_placed_at = self.num_placed.data
         self.last_use_at = self.last_use.data
         self.prior_use_at = self.prior_use.data
-        self.counted_s_at = self.counted_s.data
         self.hits_at = self.hits.data
         self.marks_at = self.marks.data
 

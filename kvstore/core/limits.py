@@ -75,7 +75,7 @@ CORRELATED_USE_S = 2.0
 """Uses of a block so close to one that counted are that one again: a request looks, leases and stores in so long."""
 
 MAX_GHOSTS = 1 << 22
-"""Evicted blocks that a policy remembers, at most 64 MiB. A tier of fewer than 131,072 blocks remembers 32 times its own number."""
+"""Evicted blocks that a policy remembers, at most 64 MiB. A tier of fewer than 131,072 blocks remembers 32 times its number."""
 
 MAX_PIN_S = 86400.0
 """A longer wish is cut to this."""
