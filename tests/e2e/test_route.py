@@ -352,6 +352,7 @@ def test_the_command_names_what_is_wrong(options: tuple[str, ...], named: str) -
 
 
 def test_an_address_that_is_taken_is_refused_and_leaves_nothing_running(pair: list[FakeEngineProcess]) -> None:
+    num_threads = threading.active_count()  # other tests of this process left theirs
     import asyncio
 
     from kvstore.core.errors import ConfigError

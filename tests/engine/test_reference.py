@@ -36,7 +36,7 @@ from kvstore.engine_connector.session import StoreSession
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-LONG = (3000, 1000, 500, 300)
+LONG = (3000, 1500, 1000, 600)
 SHORT = (
     10,
     13,
@@ -56,7 +56,7 @@ SHORT = (
     200,
 )  # 64, 65, 128: at and just over a block's end
 LENGTHS = (*LONG, *SHORT)
-NUM_SHORT = 7  # of a case; of all cases together some 38,000 prompt tokens are computed
+NUM_SHORT = 7  # of a case; of all cases together some 44,000 prompt tokens are computed
 MAX_TOKENS = 6
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 CHUNKED, UNCHUNKED = 256, 4096
