@@ -138,6 +138,21 @@ def min_bandwidth(
     return kv_bytes_per_token * num_tokens / spare_s if spare_s > 0 else math.inf
 
 
+def mooncake_min_bandwidth(
+    kv_bytes_per_token_layer: float,
+    hidden: int,
+    peak_flops: float,
+    num_tokens: float,
+    *,
+    a: float = 4.0,
+    b: float = 22.0,
+) -> float:
+    """Mooncake's rule for the same (Qin et al., FAST'25, Eq. 2), to compare with: KV bytes of a token and layer over FLOP of
+    the same, `a p d + b d^2`, at the peak. It has each token look at all p, where a causal one looks at half of them, which makes
+    computing too dear; and has the peak reached, which makes it too cheap. Dense models with grouped queries only."""
+    return peak_flops * kv_bytes_per_token_layer / (a * num_tokens * hidden + b * hidden * hidden)
+
+
 def meet_tokens(
     prefill: PrefillCost, load: LoadCost, kv_bytes_per_token: float, num_tokens: float, *, queued_bytes: float = 0.0
 ) -> float:

@@ -33,6 +33,7 @@ from kvstore.cli.output import (
     as_seconds,
     as_term,
 )
+from kvstore.costs import mooncake_min_bandwidth
 
 _PLOT_POINTS = 60
 _PLOT_SHORTEST = 128
@@ -105,6 +106,9 @@ def _figures(case: Case) -> list[Figure]:
         Figure("prefill_b_s", "  b, of each token looked back at", cost.b_s, lambda value: f"{value:.4g} s"),
         Figure("prefill_source", "  from", case.prefill_source),
     ]
+    rule = _mooncake(case)
+    if rule is not None:
+        figures.append(Figure("mooncake_min_bandwidth_bytes_per_s", "needed by Mooncake's Eq. 2", rule, as_bandwidth))
     if case.gpus_usd_per_s:
         for name, title, position in (
             ("first", "a million tokens saved, at the start", 0.0),
@@ -114,6 +118,15 @@ def _figures(case: Case) -> list[Figure]:
             usd = usd_per_million_tokens(cost, position, case.gpus_usd_per_s)
             figures.append(Figure(f"usd_per_million_tokens_{name}", title, usd, as_dollars))
     return figures
+
+
+def _mooncake(case: Case) -> float | None:
+    """Its rule, for comparison; None for models it is not about, or without a GPU's peak."""
+    shape = case.model.shape
+    if case.setup is None or not (shape.is_dense and shape.layers and shape.hidden):
+        return None
+    per_layer = case.kv_bytes_per_token / shape.layers
+    return mooncake_min_bandwidth(per_layer, shape.hidden, case.setup.linear_flops_per_s, case.num_tokens)
 
 
 def _tier_rows(case: Case, answers: Sequence[TierAnswer]) -> Rows:
@@ -266,6 +279,11 @@ def _prefill_work(case: Case) -> list[Work]:
     floor = "sqrt(t0^2 + (a*N)^2) + b*N^2/2" if case.fitted.floor_bound else "t0 + C(N)"
     given = f"{as_term(cost.t0_s)}, and C(N) above"
     work.append(Work("prefill_s", floor, given, f"{case.fitted.prefill_s(num_tokens):.6g} s"))
+    rule = _mooncake(case)
+    if rule is not None and case.setup is not None:
+        peak, d = as_term(case.setup.linear_flops_per_s), shape.hidden
+        values = f"{peak}*{as_term(case.kv_bytes_per_token)}/{shape.layers}/(4*{num_tokens}*{d} + 22*{d}^2)"
+        work.append(Work("mooncake_min_bandwidth", "G*kv/layers/(4*N*d + 22*d^2)", values, as_bandwidth(rule)))
     return work
 
 

@@ -75,6 +75,22 @@ def test_e2_minimum_bandwidth_with_causal_attention(efficiency: str, key: str) -
     assert found["tiers"][0]["min_bandwidth_bytes_per_s"] == pytest.approx(expected * 1e9)
 
 
+@pytest.mark.parametrize("gpu", ["A800", "H800"])
+def test_e2_mooncakes_rule_beside_ours(gpu: str) -> None:
+    found = answer("--model", "LLaMA3-70B", "--gpu", gpu, "--num-gpus", "8", "--context", "8192", "--tier", "net=100,0")
+
+    expected = EXAMPLES["E2"]["expected"][f"B_{gpu}_GBps"]
+    assert found["mooncake_min_bandwidth_bytes_per_s"] == pytest.approx(expected * 1e9)
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "Qwen3-30B-A3B"])
+def test_mooncakes_rule_is_left_out_where_it_says_nothing(model: str) -> None:
+    """Its FLOP are those of a dense model."""
+    found = answer("--model", model, "--gpu", "H100", "--num-gpus", "8", "--context", "8192", "--tier", "net=100,0")
+
+    assert "mooncake_min_bandwidth_bytes_per_s" not in found
+
+
 @pytest.mark.parametrize("context", [8192, 32768, 100000])
 def test_e3_prefill(context: int) -> None:
     expected = EXAMPLES["E3"]["expected"]
@@ -108,6 +124,43 @@ def test_e4_overlap() -> None:
         assert found[name]["hybrid_s"] * 1e3 + suffix_ms == pytest.approx(expected["hybrid_ms"])
         assert found[name]["fetch_s"] * 1e3 + suffix_ms == pytest.approx(expected["load_only_ms"])
         assert whole * 1e3 == pytest.approx(expected["compute_only_ms"])
+
+
+E5 = (
+    *("plan", *E3, "--prompt", "20992", "--on-engine", "4096", "--block-tokens", "512"),
+    *("--found", "dram_pcie5=8192", "--found", "drive=8192", "--tier", f"dram_pcie5={TIERS['dram_pcie5']}"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "queued_gb", "wait_ms"),
+    [
+        ("q0_parallel", 0.0, 0),
+        ("nvme_queue_200ms", 1.3, 0),
+        ("nvme_queue_400ms", 2.6, 0),
+        ("queue400_but_gpu_busy_500ms", 2.6, 500),
+    ],
+)
+def test_e5_three_tiers(name: str, queued_gb: float, wait_ms: int) -> None:
+    cut, total_s = EXAMPLES["E5"]["expected"][name]
+
+    found = answer(*E5, "--tier", f"drive={TIERS['nvme_gen4']},{queued_gb}", "--wait-ms", str(wait_ms))
+
+    assert (found["fetch_tokens"], found["total_s"]) == (cut, pytest.approx(total_s))
+    without_s = EXAMPLES["E5"]["expected"]["recompute_all_beyond_hbm"]
+    assert found["recompute_s"] == pytest.approx(wait_ms / 1e3 + without_s)
+    chosen = [row for row in found["cuts"] if row["chosen"]]
+    assert [(row["fetch_tokens"], row["total_s"]) for row in chosen] == [(cut, pytest.approx(total_s))]
+    assert chosen[0]["total_s"] == min(row["total_s"] for row in found["cuts"])
+
+
+def test_e5_tiers_that_share_a_link() -> None:
+    cut, total_s = EXAMPLES["E5"]["expected"]["q0_serial"]
+
+    cuts = answer(*E5, "--tier", f"drive={TIERS['nvme_gen4']}")["cuts"]
+
+    best = min(cuts, key=lambda row: float(row["shared_link_total_s"]))
+    assert (best["fetch_tokens"], best["shared_link_total_s"]) == (cut, pytest.approx(total_s))
 
 
 @pytest.mark.parametrize(

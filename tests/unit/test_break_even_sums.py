@@ -36,7 +36,9 @@ EIGHT_B_BY_NUMBERS = (
         128,
     ),
 )
+PLAN = (*MODEL_8B, "--gpu", "H100", "--prompt", 20_000, "--found", "nvme=8192")
 GOOD: dict[str, tuple[object, ...]] = {
+    "plan": PLAN,
     "quantisation": (*MODEL_8B, "--memory", "40GiB"),
     "split": (*MODEL_8B, "--gpu", "H100", "--link", "400Gb/s", "--link", "slow=1,5"),
     "speculative": ("--acceptance", 0.8, "--tokens-per-s", 50),
@@ -224,6 +226,28 @@ def test_every_device_of_the_table_is_found_by_its_name() -> None:
         assert link(name).name == name
 
 
+def test_plan_takes_no_more_than_the_prompt_has_and_computes_its_last_token(break_even: BreakEven) -> None:
+    """A whole prompt is found: its last block is computed for the logits."""
+    found = break_even.json("plan", *MODEL_8B, "--gpu", "H100", "--prompt", 8192, "--found", "host-memory=8192")
+
+    assert found["fetch_tokens"] == 8192 - 16
+    assert [row["fetch_tokens"] for row in found["cuts"]] == [0, 8192 - 16]
+
+
+def test_plan_shows_a_cut_inside_a_tier_too(break_even: BreakEven) -> None:
+    """While the engine is busy fetching is free, until it could begin: there the rest of a slow tier is computed."""
+    arguments = ("--prompt", 20_000, "--found", "slow=16000", "--tier", "slow=2,0", "--wait-ms", 300)
+
+    found = break_even.json("plan", *MODEL_8B, "--gpu", "H100", *arguments)
+
+    ends = [row["fetch_tokens"] for row in found["cuts"]]
+    assert ends == [0, found["fetch_tokens"], 16_000]
+    assert 0 < found["fetch_tokens"] < 16_000
+    chosen = found["cuts"][1]
+    assert chosen["total_s"] == pytest.approx(found["total_s"])
+    assert chosen["total_s"] < min(found["cuts"][0]["total_s"], found["cuts"][2]["total_s"])
+
+
 @pytest.mark.parametrize(("acceptance", "tokens"), [(0.8, 3.3616), (0.5, 1.9375), (1, 5), (0, 1)])
 def test_speculative_tokens_of_a_step(break_even: BreakEven, acceptance: float, tokens: float) -> None:
     found = break_even.json("speculative", "--acceptance", acceptance, "--draft-tokens", 4, "--draft-cost", 0.05)
@@ -355,6 +379,26 @@ def test_roofline_is_drawn(break_even: BreakEven, tmp_path: Path, suffix: str) -
 # What is refused.
 
 REFUSED: list[tuple[tuple[object, ...], str]] = [
+    (("plan", *MODEL_8B, "--gpu", "H100", "--prompt", 9000), "Missing option '--found'"),
+    (
+        ("plan", *MODEL_8B, "--prompt", 9000, "--found", "nvme=8192"),
+        "--efficiency: absent; use --efficiency.*--gpu NAME",
+    ),
+    (("plan", *PLAN, "--found", "nvme"), "--found: 'nvme'; use TIER=TOKENS, such as nvme=8192"),
+    (
+        ("plan", *PLAN, "--found", "nvme=100"),
+        "--found: 'nvme=100': no whole blocks; use a multiple of --block-tokens 16",
+    ),
+    (("plan", *PLAN, "--found", "nvme=0"), "--found: 'nvme=0': no whole blocks"),
+    (("plan", *PLAN, "--found", "nvmee=160"), "'nvmee' is not known.*nvme"),
+    (("plan", *PLAN, "--on-engine", 100), "--on-engine: 100: no whole blocks; use a multiple"),
+    (("plan", *PLAN, "--on-engine", 16_000), "--prompt: 20000 tokens, and a prefix of 24192; use 24192 or more"),
+    (("plan", *PLAN, "--tier", "a=1,1"), "--tier: 'a': nothing is found there; use --found a=TOKENS, or leave it out"),
+    (("plan", *PLAN, "--tier", "nvme=1"), "use NAME=GB/s,ms"),
+    (
+        ("plan", *PLAN, *(word for name in "abcd" for word in ("--tier", f"{name}=1,1", "--found", f"{name}=16"))),
+        "--found: 5 tiers; use at most 4",
+    ),
     (("quantisation",), "--kv-bytes-per-token: absent"),
     (("quantisation", *MODEL_8B), "--memory: absent.*--gpu NAME"),
     (("quantisation", *MODEL_8B, "--memory", "40Gb"), "'--memory': '40Gb'; use a size with its unit, such as 40GiB"),

@@ -32,6 +32,7 @@ from kvstore.costs import (
     layerwise_s,
     meet_tokens,
     min_bandwidth,
+    mooncake_min_bandwidth,
 )
 
 KV = 131072
@@ -49,6 +50,16 @@ def test_e2_minimum_bandwidth_of_llama_70b_on_eight_a800():
     for efficiency, name in ((1.0, "ours_causal_A800_eta1_GBps"), (0.55, "ours_causal_A800_eta055_GBps")):
         prefill = prefill_of("Llama-3.1-70B", 8, efficiency, peak_flops=given_["G_A800"] / 8)
         assert min_bandwidth(prefill, kv_bytes("Llama-3.1-70B"), given_["p"]) / 1e9 == close(expected[name])
+
+
+def test_e2_mooncakes_rule():
+    given_, expected = EXAMPLES["E2"]["inputs"], EXAMPLES["E2"]["expected"]
+    per_layer = 2 * given_["d"] * given_["s"] / given_["gqa"]
+    for gpu in ("A800", "H800"):
+        found = mooncake_min_bandwidth(
+            per_layer, given_["d"], given_[f"G_{gpu}"], given_["p"], a=given_["a"], b=given_["b"]
+        )
+        assert found / 1e9 == close(expected[f"B_{gpu}_GBps"])
 
 
 def test_e3_constants_and_prefill_times():

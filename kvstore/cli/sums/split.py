@@ -22,8 +22,9 @@ from kvstore.cli.output import (
     output_options,
     write,
 )
-from kvstore.cli.sums.amounts import COUNT, POSITIVE, Link, efficiency, link, refuse
-from kvstore.cli.sums.inputs import GpuNumbers, ModelNumbers, gpu_options, model_options, need, need_shape
+from kvstore.cli.sums.amounts import COUNT, POSITIVE, Link, efficiency, link
+from kvstore.cli.sums.inputs import GpuNumbers, ModelNumbers, gpu_options, model_options, need
+from kvstore.cli.sums.prefill import prefill_cost
 from kvstore.costs import PrefillCost
 
 _DEFAULT_LINKS = ("25 GbE TCP", "100 GbE/EDR RDMA", "400G NDR/RoCE")
@@ -92,7 +93,7 @@ def split(
         prefill_s = prefill_ms / 1e3
         work.append(Work("T", "as measured", "", as_seconds(prefill_s)))
     else:
-        cost = _from_efficiency(model, gpu, efficiency, work) if efficiency else _expected(model, gpu, work)
+        cost = prefill_cost(model, gpu, efficiency, work, otherwise="--prefill-ms MS")
         prefill_s = cost.prefill_s(num_tokens)
         work.append(_prefill_work(cost, num_tokens))
     nbytes = kv_bytes * num_tokens
@@ -150,52 +151,6 @@ def _prefill_work(cost: PrefillCost, num_tokens: int) -> Work:
         formula += " + b_w m (n - m/2), m = min(n, window)"
         values += f" + {as_term(cost.window_b_s)} * {seen} * ({n} - {seen}/2)"
     return Work("T", formula, values, f"{as_term(cost.prefill_s(n))} s")
-
-
-def _from_efficiency(
-    model: ModelNumbers, gpu: GpuNumbers, efficiency: tuple[float, float], work: list[Work]
-) -> PrefillCost:
-    shape = need_shape(model)
-    peak = gpu.num_gpus * need(gpu.bf16_flops_per_s, "FLOP/s of a GPU", "--tflops", by_name="--gpu")
-    linear, attention = efficiency
-    cost = PrefillCost.from_flops(
-        shape.prefill_params,
-        shape.attn_flops_per_pair,
-        peak,
-        linear_efficiency=linear,
-        attention_efficiency=attention,
-        window_flops_per_pair=shape.window_flops_per_pair,
-        window_tokens=int(shape.window_tokens),
-    )
-    g, p, pair = as_term(peak), as_term(shape.prefill_params), as_term(shape.attn_flops_per_pair)
-    work.append(Work("a", "2 P / (G * efficiency of GEMMs)", f"2 * {p} / ({g} * {linear:g})", f"{as_term(cost.a_s)} s"))
-    work.append(
-        Work("b", "A / (G * efficiency of attention)", f"{pair} / ({g} * {attention:g})", f"{as_term(cost.b_s)} s")
-    )
-    return cost
-
-
-def _expected(model: ModelNumbers, gpu: GpuNumbers, work: list[Work]) -> PrefillCost:
-    """As the main command expects a prefill to cost: measured set-ups, or put together from their kind."""
-    from kvstore.calculator.prefill_shape import shape_of_row
-    from kvstore.calculator.priors import Setup, prior
-
-    if model.row is None or gpu.row is None:
-        right = "--prefill-ms MS, or --efficiency LINEAR,ATTENTION, or --model NAME and --gpu NAME of the tables"
-        refuse("--prefill-ms", "absent", right)
-    numbers = need_shape(model)
-    shape = shape_of_row(model.row)._replace(
-        prefill_params=numbers.prefill_params,
-        attn_flops_per_pair=numbers.attn_flops_per_pair,
-        window_flops_per_pair=numbers.window_flops_per_pair,
-        window_tokens=int(numbers.window_tokens),
-    )
-    peak = need(gpu.bf16_flops_per_s, "FLOP/s of a GPU", "--tflops", by_name="--gpu")
-    found = prior(Setup(shape, gpu.row._replace(bf16_flops_per_s=peak), gpu.num_gpus))
-    work.append(
-        Work("t0, a, b", found.source, "", f"{found.cost.t0_s:.6g}, {found.cost.a_s:.6g}, {found.cost.b_s:.6g} s")
-    )
-    return found.cost
 
 
 def _row(link: Link, found: Transfer, prefill_s: float) -> dict[str, Any]:
