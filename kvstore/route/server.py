@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import unquote
@@ -12,10 +12,10 @@ from urllib.parse import unquote
 import aiohttp
 from aiohttp import web
 
-from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.core.errors import ConfigError
 from kvstore.engine_connector.engine.api_server.bodies import Bodies
 from kvstore.engine_connector.engine.api_server.connections import ConnectionLimits, Connections, http_logger
-from kvstore.engine_connector.engine.api_server.refusals import Refusal, json_response, refusal_of
+from kvstore.engine_connector.engine.api_server.refusals import Handler, Refusal, answer, json_response
 from kvstore.route import figures
 from kvstore.route.engines import Engine, HealthChecks, carrying, read_urls
 from kvstore.route.forward import Asked, Forward, NoAnswer
@@ -31,8 +31,6 @@ _RETRY_AFTER_S = 1.0
 _CLIENT_GONE = 499
 _PROMPT_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _MAX_LINE_BYTES = 64 << 10  # of an engine's header
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,19 +144,11 @@ class Router:
         return app
 
     @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Errors become OpenAI's; every answer is counted."""
         self._connections.begin(request.protocol)
-        response: web.StreamResponse
         try:
-            response = await handler(request)
-        except Refusal as err:
-            response = err.to_response()
-        except KVStoreError as err:
-            response = refusal_of(err).to_response()
-        except web.HTTPException as err:  # aiohttp's own: no such route, no such method
-            response = Refusal(err.status, f"{request.method} {request.path[:200]}: {err.reason}").to_response()
-            response.headers.update({name: err.headers[name] for name in ("Allow",) if name in err.headers})
+            response = await answer(request, handler)
         except asyncio.CancelledError:
             self._figures.hangups.inc()
             raise

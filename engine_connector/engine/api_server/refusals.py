@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients know them: a status and `{"error": {message, type, param, code}}`."""
 
 import math
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 import msgspec
@@ -12,6 +13,9 @@ _TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Refusal(Exception):
@@ -44,6 +48,20 @@ class Refusal(Exception):
         response = json_response(self.to_json(), status=self.status)
         if self.retry_after_s:
             response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+        return response
+
+
+async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What `handler` answers, or its error as OpenAI's. A client that is gone is the caller's (ConnectionError, cancelled)."""
+    try:
+        return await handler(request)
+    except Refusal as err:
+        return err.to_response()
+    except KVStoreError as err:
+        return refusal_of(err).to_response()
+    except web.HTTPException as err:  # aiohttp's own: no such route, no such method
+        response = Refusal(err.status, f"{request.method} {request.path[:200]}: {err.reason}").to_response()
+        response.headers.update({name: err.headers[name] for name in ("Allow",) if name in err.headers})
         return response
 
 

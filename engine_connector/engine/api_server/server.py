@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -25,7 +25,7 @@ from kvstore.engine_connector.engine.api_server.engine_thread import EngineReque
 from kvstore.engine_connector.engine.api_server.event_stream import EventStream
 from kvstore.engine_connector.engine.api_server.hand_over import SAVE_DEADLINE_S, HandOvers
 from kvstore.engine_connector.engine.api_server.prompts import Prompts
-from kvstore.engine_connector.engine.api_server.refusals import Refusal, json_response, refusal_of
+from kvstore.engine_connector.engine.api_server.refusals import Handler, Refusal, answer, json_response, refusal_of
 from kvstore.engine_connector.engine.api_server.wire import (
     ChatRequest,
     CompletionRequest,
@@ -51,8 +51,6 @@ _CLIENT_GONE = 499
 
 _CLOSE_RESPONSES_S = 1.0
 """When the server ends: for answers that are being written."""
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,19 +143,11 @@ class ApiServer:
         return app
 
     @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Errors become OpenAI's; every answer is counted."""
         self._connections.begin(request.protocol)
-        response: web.StreamResponse
         try:
-            response = await handler(request)
-        except Refusal as err:
-            response = err.to_response()
-        except KVStoreError as err:
-            response = refusal_of(err).to_response()
-        except web.HTTPException as err:  # aiohttp's own: no such route, no such method
-            response = Refusal(err.status, f"{request.method} {request.path[:200]}: {err.reason}").to_response()
-            response.headers.update({name: err.headers[name] for name in ("Allow",) if name in err.headers})
+            response = await answer(request, handler)
         except asyncio.CancelledError:
             self._figures.hangups.inc()
             raise
