@@ -370,9 +370,17 @@ def _in_words(bytes_per_s: float) -> str:
 @click.option(
     "--context", "contexts", default=(1000, 4000), show_default=True, multiple=True, help="Tokens of a prompt."
 )
-@click.option("--pace", "paces", default=[pace / 1e6 for pace in PACES], show_default=True, multiple=True, help="MB/s.")
+@click.option(
+    "--pace",
+    "paces",
+    type=click.FloatRange(min=0, min_open=True),
+    default=[pace / 1e6 for pace in PACES],
+    show_default=True,
+    multiple=True,
+    help="MB/s.",
+)
 @click.option("--changes/--no-changes", default=True, show_default=True, help="Also bandwidths that change meanwhile.")
-@click.option("--rounds", default=3, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--chunk-tokens", default=CHUNK_TOKENS, show_default=True, help="Of an engine's step.")
 @click.option("--arena-mib", default=320, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE.png|html")
