@@ -126,6 +126,23 @@ def test_e4_overlap() -> None:
         assert whole * 1e3 == pytest.approx(expected["compute_only_ms"])
 
 
+@pytest.mark.parametrize("tier", EXAMPLES["E4"]["expected"])
+def test_e4_ways_of_a_whole_prompt(tier: str) -> None:
+    expected = EXAMPLES["E4"]["expected"][tier]
+
+    found = answer("plan", *E3, "--prompt", "33280", "--found", f"{tier}=32768", "--tier", f"{tier}={TIERS[tier]}")
+
+    nothing, whole = found["cuts"][0], found["cuts"][-1]
+    assert nothing["total_s"] * 1e3 == pytest.approx(expected["compute_only_ms"])
+    assert whole["total_s"] * 1e3 == pytest.approx(expected["load_only_ms"])
+    both_ends, hidden, layerwise = found["ways"]
+    assert both_ends["computed_tokens"] == pytest.approx(expected["x_tokens"])
+    assert both_ends["ttft_s"] * 1e3 == pytest.approx(expected["hybrid_ms"])
+    assert hidden["computed_tokens"] == pytest.approx(expected["x_full_overlap"])
+    assert hidden["ttft_s"] * 1e3 == pytest.approx(expected["hybrid_full_overlap_ms"])
+    assert layerwise["ttft_s"] * 1e3 == pytest.approx(expected["layerwise_ms"])
+
+
 E5 = (
     *("plan", *E3, "--prompt", "20992", "--on-engine", "4096", "--block-tokens", "512"),
     *("--found", "dram_pcie5=8192", "--found", "drive=8192", "--tier", f"dram_pcie5={TIERS['dram_pcie5']}"),

@@ -23,7 +23,7 @@ from kvstore.cli.sums.amounts import NOT_NEGATIVE, efficiency, refuse, whole
 from kvstore.cli.sums.inputs import GpuNumbers, ModelNumbers, gpu_options, model_options, need
 from kvstore.cli.sums.prefill import prefill_cost
 from kvstore.core.plans import TIERS
-from kvstore.costs import PrefillCost, TierQuote, fetch_s
+from kvstore.costs import PrefillCost, TierQuote, fetch_s, full_overlap_tokens, layerwise_s, meet_tokens
 from kvstore.planner import PlanWish
 from kvstore.planner import plan as find_plan
 from kvstore.tables.rows import gpu as gpu_row
@@ -36,6 +36,11 @@ _COLUMNS = (
     Column("total_s", "TTFT", as_seconds),
     Column("shared_link_total_s", "on one link", as_seconds),
     Column("chosen", "choice", lambda chosen: "this" if chosen else ""),
+)
+_WAY_COLUMNS = (
+    Column("way", "way"),
+    Column("computed_tokens", "computed of it", as_count),
+    Column("ttft_s", "TTFT", as_seconds),
 )
 
 
@@ -150,7 +155,11 @@ def plan(
         Figure("recompute_s", "TTFT if nothing is fetched", chosen.recompute_s, as_seconds),
         Figure("deadline_s", "given up after", chosen.deadline_s, as_seconds),
     ]
-    write(Report(figures, [Rows("cuts", _COLUMNS, rows)], work, head=f"{model.name}: what to fetch"), form)
+    tables = [Rows("cuts", _COLUMNS, rows)]
+    if _is_simple(case):
+        title = "If the engine also computes while it loads (block edges and the last token left out)"
+        tables.append(Rows("ways", _WAY_COLUMNS, _ways(case, kv_bytes, model.layers, work), title))
+    write(Report(figures, tables, work, head=f"{model.name}: what to fetch"), form)
 
 
 def _case(wish: PlanWish, cost: PrefillCost, gpu: GpuNumbers, tiers: tuple[str, ...], found: tuple[str, ...]) -> _Case:
@@ -205,6 +214,52 @@ def _row(case: _Case, cut: int, *, chosen: bool) -> dict[str, Any]:
         "shared_link_total_s": max(wait_s, one_link) + compute_s,
         "chosen": chosen,
     }
+
+
+def _is_simple(case: _Case) -> bool:
+    """One tier, from the start, on an idle engine: then the overlaps have closed forms."""
+    return len(case.tiers) == 1 and not case.wish.context_tokens and not case.wish.compute_wait_s
+
+
+def _ways(case: _Case, kv_bytes: float, layers: int | None, work: list[Work]) -> list[dict[str, Any]]:
+    """TTFT by the two ends at once, by those hidden behind the tokens that are not found, and layer by layer."""
+    cost, tier, n = case.cost, case.tiers[0], case.wish.num_tokens
+    found = sum(run.num_blocks for run in case.runs) * case.wish.block_tokens
+    rest_s = cost.prefill_s(n - found, found)
+    meet = meet_tokens(cost, tier.load, kv_bytes, found, queued_bytes=tier.queued_bytes)
+    hidden = full_overlap_tokens(cost, tier.load, kv_bytes, found, n, queued_bytes=tier.queued_bytes)
+    ways = [
+        ("both ends", meet, cost.work_s(meet) + rest_s),
+        ("both ends, hidden behind the rest too", hidden, cost.work_s(hidden) + rest_s),
+    ]
+    formulas = [
+        ("both ends", "C(x) + rest, with C(x) = latency + (queued + kv (N - x)) / B", meet),
+        ("hidden", "C(x) + rest, with C(x) + rest = latency + (queued + kv (N - x)) / B, x at least 0", hidden),
+    ]
+    work += [
+        Work(
+            f"TTFT, {name}",
+            formula,
+            f"{as_term(cost.work_s(x))} + {as_term(rest_s)}",
+            f"{as_term(cost.work_s(x) + rest_s)} s",
+        )
+        for name, formula, x in formulas
+    ]
+    if layers:
+        transfer_s = kv_bytes * found / tier.load.bytes_per_s
+        wait_s = tier.load.wait_s(tier.queued_bytes)
+        seconds = layerwise_s(transfer_s, rest_s, layers, latency_s=wait_s)
+        ways.append(("layer by layer", 0.0, seconds))
+        load, rest = as_term(transfer_s), as_term(rest_s)
+        work.append(
+            Work(
+                "TTFT, layer by layer",
+                "wait + load/L + (1 - 1/L) * max(load, rest) + rest/L",
+                f"{as_term(wait_s)} + {load}/{layers} + (1 - 1/{layers}) * max({load}, {rest}) + {rest}/{layers}",
+                f"{as_term(seconds)} s",
+            )
+        )
+    return [{"way": way, "computed_tokens": tokens, "ttft_s": seconds} for way, tokens, seconds in ways]
 
 
 def _work(case: _Case, row: dict[str, Any]) -> list[Work]:
