@@ -1,12 +1,18 @@
 """For all tests."""
 
 import os
+import signal
 
 import pytest
 
 # Read when torch is imported, here and in child processes: threads of a matrix product that wait spinning slow everything
 # down tenfold when the cores have other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell that starts something in the background has it ignore Ctrl-C, and all that it starts: `make test &` would have
+# children that cannot be interrupted, by tests either.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
