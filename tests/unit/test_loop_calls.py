@@ -111,7 +111,8 @@ def test_grpc_answers_unavailable_when_the_loop_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     """The loop cannot count the error either."""
-    monkeypatch.setattr(grpc_server, "GRPC_CALL_DEADLINE_S", 0.1)
+    for module in (grpc_server, loop_calls):
+        monkeypatch.setattr(module, "GRPC_CALL_DEADLINE_S", 0.1)
     loop, clock, store = make_loop(), MonotonicClock(), SmallStore().store
     sessions = Sessions(store, loop=loop, clock=clock)
     dispatcher = Dispatcher(store=store, sessions=sessions, arena=Size(), boot_id=bytes(16), clock=clock)
