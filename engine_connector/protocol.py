@@ -24,8 +24,13 @@ What a connector may rely on:
 - Page `block_id` of a load is written by nobody else from update_state_after_alloc until the load is reported, nor read,
   except as LayerwiseWorker and BothEndsWorker allow.
 - The content of a page in a save does not change from start_save until the save is reported in finished_saving, or until
-  handle_preemptions has returned for a step that lists the request as preempted.
+  handle_preemptions has returned for a step that lists the request as preempted, or the scheduler side has given it up.
 - All calls of one side come from one thread. The sides may live in different processes.
+
+An engine may have several workers: tensor-parallel ranks, which have some heads of each block, and pipeline stages, which
+have some of its layers. Each has a worker side with a connection of its own (role WORKER, its rank) and Pages that copy its
+part of a block. All get the same metadata, and the scheduler side gets their reports as one. A rank whose part another one
+writes, since both have the same heads or the same latent, writes nothing and reports it all the same.
 
 Block i of a request covers tokens [i * block_tokens, (i + 1) * block_tokens). `block_ids[i]` is the page that holds it.
 Only full blocks are loaded and saved. The last token of a prompt is never loaded: it must be computed for its logits.
@@ -152,7 +157,7 @@ class Request(Protocol):
 
 
 class Pages(Protocol):
-    """An engine's pages, which are only ever copied whole (kernels/paged.py)."""
+    """An engine's pages, which are only ever copied whole (kernels/paged.py); or the part of them that one rank has."""
 
     @property
     def num_pages(self) -> int:
@@ -161,15 +166,16 @@ class Pages(Protocol):
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes of one page, equal to the spec's block_nbytes."""
+        """Bytes of a stored block, equal to the spec's block_nbytes. A rank's page may hold fewer, and a converted one other."""
         ...
 
     def copy_in(self, block_id: int, block: NDArray[np.uint8]) -> None:
-        """Copy a stored block into a page. Called from a background thread; lets the engine compute meanwhile."""
+        """Copy a stored block into a page, of it what this rank has. Called from a background thread; lets the engine compute
+        meanwhile."""
         ...
 
     def copy_out(self, block_id: int, block: NDArray[np.uint8]) -> None:
-        """Copy a page into a block's slot; likewise."""
+        """Copy a page into a block's slot; likewise. Bytes that other ranks write are left as they are."""
         ...
 
 
@@ -180,7 +186,7 @@ class LayeredPages(Pages, Protocol):
 
     @property
     def num_layers(self) -> int:
-        """At least 1."""
+        """At least 1; those of this pipeline stage."""
         ...
 
     def copy_in_layers(self, block_id: int, block: NDArray[np.uint8], layers: range) -> None:
@@ -258,7 +264,7 @@ class LoadTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """What the worker side reports after one step. With several workers, an id counts when all of them reported it."""
+    """What the worker side reports after one step. With several workers, those of all ranks become one (rank_outputs.py)."""
 
     finished_loading: frozenset[str] = frozenset()  # request ids
     failed_block_ids: frozenset[int] = frozenset()  # pages of finished_loading requests whose content is not to be used

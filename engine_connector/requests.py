@@ -25,6 +25,9 @@ R9 A load goes by layers only if all of its blocks were in RAM when they were le
    to nothing are offered again, as soon as the request is computed again.
 R10 A load is filled from both ends only if the plan said so, no block was lost and none is a tail. What the engine computes
    meanwhile is offered to the store once the load is over.
+R11 A save that is not reported in SAVE_DEADLINE_S is given up: its pages are the engine's, its blocks are never committed,
+   and its lease is neither renewed nor said to be over, so that its slots stay in limbo until the report comes after all, or
+   the engine is dead.
 """
 
 import enum
@@ -64,6 +67,8 @@ class PendingSave:
     request_id: str
     first_block: int  # index in the request of the first key asked for
     keys: tuple[bytes, ...]  # the granted ones, as the job's moves
+    started_s: float
+    given_up: bool = False  # R11
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from kvstore.client import Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
-from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, TAIL_KEEP_S
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, SAVE_DEADLINE_S, TAIL_KEEP_S
 from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.engine_connector.protocol import (
     BlockMove,
@@ -190,6 +190,7 @@ class StoreSchedulerSide:
     ) -> ConnectorMetadata:
         """See protocol.SchedulerSide. At most one Reserve for each request that fills a block in the step, and one for the tail
         of a prompt that is complete."""
+        self._give_up_saves()
         self._renew_when_due()
         self._report_when_due()
         loads, self._new_loads = tuple(self._new_loads), []
@@ -243,7 +244,7 @@ class StoreSchedulerSide:
     def check(self) -> None:
         """R2 and R5: every pending job belongs to a known request, and the other way round."""
         for job_id, save in self._saves.items():
-            assert job_id in self._requests[save.request_id].save_job_ids
+            assert save.given_up or job_id in self._requests[save.request_id].save_job_ids
         for request_id, state in self._requests.items():
             assert state.save_job_ids <= self._saves.keys()
             assert state.pending or not state.finished, request_id
@@ -315,13 +316,21 @@ class StoreSchedulerSide:
         )
         job_id = next(self._job_ids)
         self._saves[job_id] = PendingSave(
-            grant.lease_id, link.boot_id, request.request_id, first, tuple(keys[i] for i in granted)
+            grant.lease_id,
+            link.boot_id,
+            request.request_id,
+            first,
+            tuple(keys[i] for i in granted),
+            self._clock.now_s(),
         )
         self._state(request).save_job_ids.add(job_id)
         return SaveJob(job_id, request.request_id, link.boot_id, moves)
 
     def _finish_save(self, job_id: int, written: tuple[bool, ...]) -> None:
         save = self._saves.pop(job_id)
+        if save.given_up:
+            self._commit(save, [])  # now at last nobody writes into its slots
+            return
         state = self._requests[save.request_id]
         state.save_job_ids.discard(job_id)
         if self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok]) < len(save.keys):
@@ -330,6 +339,19 @@ class StoreSchedulerSide:
                 state.num_offered_blocks = min(state.num_offered_blocks, save.first_block)
         self._pin_when_held(state)
         self._forget_when_done(save.request_id, state)
+
+    def _give_up_saves(self) -> None:
+        """R11. No abort: a worker that does not report may yet write into the slots."""
+        for job_id, save in self._saves.items():
+            if self._clock.now_s() - save.started_s < SAVE_DEADLINE_S:
+                return  # the others are younger
+            if not save.given_up:
+                logger.error("save not reported request_id=%s blocks=%d", save.request_id, len(save.keys))
+                save.given_up = True
+                state = self._requests[save.request_id]
+                state.save_job_ids.discard(job_id)
+                state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+                self._forget_when_done(save.request_id, state)
 
     def _commit(self, save: PendingSave, written: list[bytes]) -> int:
         """Publish what was written, give the rest back; how many blocks became READY."""
@@ -433,11 +455,15 @@ class StoreSchedulerSide:
         if link is None or (link is self._renewed_link and now_s - self._renewed_s < DEFAULT_LEASE_TTL_S / 3):
             return
         reconnected, self._renewed_link, self._renewed_s = link is not self._renewed_link, link, now_s
-        lease_ids = [save.lease_id for save in self._saves.values() if save.boot_id == link.boot_id]
+        saves = [save for save in self._saves.values() if save.boot_id == link.boot_id]
+        lease_ids = [save.lease_id for save in saves if not save.given_up]
         loads = [state.load for state in self._requests.values() if state.load is not None]
         lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == link.boot_id]
+        others_ended = not any(save.given_up for save in saves)
         if lease_ids or reconnected:
-            self._session.ask(link, lambda client, _: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=True))
+            self._session.ask(
+                link, lambda client, _: client.renew(lease_ids, DEFAULT_LEASE_TTL_S, others_ended=others_ended)
+            )
 
     def _report_when_due(self) -> None:
         """One Report of this engine's speeds, at most every REPORT_INTERVAL_S, to a sidecar that plans with them."""

@@ -280,6 +280,10 @@ RECONNECT_BACKOFF_S = (0.1, 5.0)
 LOAD_DEADLINE_S = 10.0
 """A load that has not arrived by then is recomputed."""
 
+SAVE_DEADLINE_S = 120.0
+"""A save that a worker has not reported by then is given up: its blocks are never committed, its slots not reused while that
+worker may write into them."""
+
 ARRIVAL_POLL_S = (0.0002, 0.002)
 """First and longest pause between two looks at the generation of a slot whose block is still being read."""
 

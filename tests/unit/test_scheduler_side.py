@@ -8,7 +8,7 @@ from engine_side import BLOCK, SLOTS_PER_SEGMENT, SPEC, Request, Side, Wish, pag
 from in_process_sidecar import InProcessSidecar
 
 from kvstore.client import Prefetched
-from kvstore.core.limits import DEFAULT_LEASE_TTL_S
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S, SAVE_DEADLINE_S
 from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest
 from kvstore.engine_connector.session import StoreSession
 
@@ -436,6 +436,53 @@ def test_leases_of_copies_under_way_are_renewed(a: Side, b: Side, sidecar: InPro
     for request in (stored, saving):
         b.side.request_finished(request)
     sidecar.check_no_lease()
+
+
+def test_a_save_that_is_never_reported_is_given_up_and_its_slots_wait_for_the_worker(
+    a: Side, b: Side, sidecar: InProcessSidecar
+) -> None:
+    """R11. The worker may be writing: others may store the blocks anew, and nobody gets its slots."""
+    request = Request("r", 2)
+    (save,) = a.fill(request, 0, 2)
+    assert a.side.request_finished(request)
+
+    for _ in range(round((SAVE_DEADLINE_S + 2 * DEFAULT_LEASE_TTL_S) / DEFAULT_LEASE_TTL_S) + 1):
+        assert a.side.has_pending("r") == (sidecar.clock.now_s() < SAVE_DEADLINE_S)
+        sidecar.clock.advance(DEFAULT_LEASE_TTL_S)
+        a.step()
+        sidecar.store.expire(sidecar.clock.now_s())
+
+    assert not a.side.has_pending("r"), "its pages are free"
+    assert sidecar.limbo_bytes == 2 * SPEC.block_nbytes
+    a.reconnect()
+    a.step()
+    assert sidecar.limbo_bytes == 2 * SPEC.block_nbytes, "a reconnection does not say that nobody writes"
+    b.store(request)
+    assert b.match(request) == 2
+
+    a.report_saved(save)
+    assert sidecar.limbo_bytes == 0, "a late report does"
+    assert b.match(request) == 2
+    b.side.request_finished(request)
+    sidecar.check_no_lease()
+
+
+def test_a_save_of_a_live_request_that_is_given_up_is_offered_again(
+    a: Side, b: Side, sidecar: InProcessSidecar
+) -> None:
+    request = Request("r", 2)
+    (late,) = a.fill(request, 0, 1)
+    for _ in range(8):
+        sidecar.clock.advance(DEFAULT_LEASE_TTL_S)
+        a.step()
+        sidecar.store.expire(sidecar.clock.now_s())
+
+    (save,) = a.fill(request, 1, 2)
+    assert [move.block_id for move in save.moves] == [100, 101]
+    a.report_saved(save)
+    a.report_saved(late)
+
+    assert b.match(request) == 2
 
 
 def test_nothing_is_asked_of_an_idle_store(a: Side, sidecar: InProcessSidecar) -> None:
