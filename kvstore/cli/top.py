@@ -108,6 +108,7 @@ class _Watch:
     def _rates(self) -> Iterator[Any]:
         from rich.text import Text
 
+        from kvstore.cli import stat_tables as tables
         from kvstore.cli.stat_tables import TIER_NAMES, bar, tier_style
 
         hits = {tier: self._growth(f"tokens.hit.{tier}") for tier in TIER_NAMES}
@@ -132,6 +133,7 @@ class _Watch:
             ("saves  ", "bold"),
             f"{saved:,.2f} GPU seconds a second, {saved / requests if requests else 0.0:,.3f} s a request",
         )
+        yield tables.since_start(self._samples[-1][1].usage)
 
     def _tier(self, tier: "pb.TierStats") -> Iterator[Any]:
         from rich.filesize import decimal

@@ -15,18 +15,21 @@ from sidecar_process import BLOCK_NBYTES, SPEC
 
 from kvstore.client import Client
 from kvstore.core.blocks import KeyStatus
-from kvstore.core.plans import MatchWish
+from kvstore.core.plans import TIERS, MatchWish
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.usage import NO_TENANT
 
 TENANTS = ("search", "assistant", "")
 _NUM_DOCUMENTS = 40
 _TOKEN_S = 70e-6  # of a prefill that never happened
 _ARRIVAL_DEADLINE_S = 2.0
+_OF_TENANTS = ("requests", "requested_tokens")
 _TOKENS = SPEC.hash.block_tokens
 
 
 class Traffic:
-    """One engine for each tenant, in threads of this process. `asked` counts what they did, as they see it."""
+    """One engine for each tenant, in threads of this process. `asked` counts what they did, as they see it, under the names
+    that metrics have: "requests", "hit_tokens|TIER", "tenant_requests|TENANT"."""
 
     def __init__(self, socket: str, *, pause_s: float = 0.01, seed: int = 1) -> None:
         self.asked: Counter[str] = Counter()
@@ -64,8 +67,9 @@ class Traffic:
                 engine = _Engine(client, random.Random(seed))
                 while not self._stopping.wait(self._pause_s * (1 + len(tenant) / 3)):
                     asked = engine.prompt()
+                    of_tenant = {f"tenant_{name}|{tenant or NO_TENANT}": asked[name] for name in _OF_TENANTS}
                     with self._lock:
-                        self.asked.update(asked)
+                        self.asked.update(asked | of_tenant)
         except BaseException as err:
             self._failures.append(err)
             raise
@@ -89,12 +93,20 @@ class _Engine:
         loaded = (
             self._load(name, keys[: own + match.plan.num_blocks], own, match.plan_id) if match.plan.num_blocks else 0
         )
-        self._save(keys)
+        stored = self._save(keys)
         steps = [
             (float(tokens), tokens * tokens / 2, tokens * _TOKEN_S) for tokens in (128, 512, rng.randrange(64, 512))
         ]
         client.report(self._namespace, prefill=steps, copy_nbytes=loaded * BLOCK_NBYTES, copy_s=loaded * 4e-6)
-        return {"requests": 1, "requested_tokens": len(prompt), "loaded_tokens": loaded * _TOKENS}
+        blocks = Counter(TIERS[tier] for tier in match.tiers[own : own + loaded])
+        blocks["hbm"] = own
+        return {
+            "requests": 1,
+            "requested_tokens": len(prompt),
+            "missed_tokens": len(prompt) - blocks.total() * _TOKENS,
+            "stored_blocks": stored,
+            **{f"hit_tokens|{tier}": count * _TOKENS for tier, count in blocks.items()},
+        }
 
     def _load(self, name: str, keys: list[bytes], own: int, plan_id: int) -> int:
         client, began_s = self._client, time.monotonic()
@@ -112,16 +124,16 @@ class _Engine:
         client.release(grant.lease_id, outcome, num_loaded=num_loaded, seconds=time.monotonic() - began_s)
         return num_loaded
 
-    def _save(self, keys: list[bytes]) -> None:
+    def _save(self, keys: list[bytes]) -> int:
         client = self._client
         grant = client.reserve(uuid.uuid4().hex, self._namespace, keys)
         if not grant.lease_id:
-            return
+            return 0
         assert client.arena is not None
         granted = [key for key, status in zip(keys, grant.statuses, strict=True) if status == KeyStatus.GRANTED]
         for key, offset in zip(granted, grant.offsets.tolist(), strict=True):
             client.arena.array[offset : offset + BLOCK_NBYTES] = content(key)
-        client.commit(grant.lease_id)
+        return client.commit(grant.lease_id)
 
 
 if __name__ == "__main__":
