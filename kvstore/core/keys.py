@@ -36,7 +36,14 @@ NAMESPACE_NBYTES = 16
 KVSTORE_PAGE_FORMAT = "kvstore:LHTPD"
 """Pages that `BlockLayout` describes. Anything else is `opaque:<engine>:<backend>` and only copied whole."""
 
+QUANTISATIONS = ("fp8_e4m3", "int8")
+"""What may be stored instead of the pages' own numbers, as `kvstore:LHTPD:<quantisation>`: one byte for a number, and a float32 scale
+for each layer, head and plane of a block. Lossy: an operator's choice, never a default."""
+
+SCALE_NBYTES = 4
+
 DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+_QUANTISED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _sha256(payload: bytes) -> bytes:
@@ -153,8 +160,8 @@ class KVSpec:
     `weights` is a fingerprint of the weights' content (engine_connector/fingerprint.py), never a path or a display name.
     `planes` is 2 for K and V, 1 for an MLA latent. `group` names the layer group (its attention kind: `full`, `window:<n>`,
     `state`, with a suffix where a model has several of a kind). `page_format` is `kvstore:LHTPD` or `opaque:<engine>:<backend>`;
-    an opaque block's size cannot be derived, so `opaque_block_nbytes` gives it. `stored_format` equals `page_format` unless
-    the operator chose a lossy one.
+    an opaque block's size cannot be derived, so `opaque_block_nbytes` gives it. `dtype` is that of the engine's pages.
+    `stored_format` equals `page_format` unless the operator chose a lossy one (QUANTISATIONS). `block_nbytes` is what is stored.
     """
 
     weights: str
@@ -208,14 +215,37 @@ class KVSpec:
                 field="opaque_block_nbytes",
                 value=self.opaque_block_nbytes,
             )
+        self._check_stored_format()
+
+    def _check_stored_format(self) -> None:
+        lossy = [f"{KVSTORE_PAGE_FORMAT}:{name}" for name in QUANTISATIONS if self.page_format == KVSTORE_PAGE_FORMAT]
+        if self.stored_format not in (self.page_format, *lossy):
+            raise SpecMismatch(
+                f"stored_format: {self.stored_format!r} cannot hold {self.page_format} pages; use "
+                + " or ".join((self.page_format, *lossy)),
+                field="stored_format",
+                value=self.stored_format,
+            )
+        if self.quantisation and self.dtype not in _QUANTISED_DTYPES:
+            raise SpecMismatch(
+                f"dtype: {self.dtype} pages are not stored as {self.quantisation}; it is made of {', '.join(_QUANTISED_DTYPES)}",
+                field="dtype",
+                value=self.dtype,
+            )
+
+    @property
+    def quantisation(self) -> str:
+        """One of QUANTISATIONS; "" when pages are stored bit for bit."""
+        return self.stored_format.removeprefix(self.page_format).removeprefix(":")
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block over all layers, heads and planes."""
+        """Bytes of one stored block over all layers, heads and planes, scales included."""
         if self.opaque_block_nbytes:
             return self.opaque_block_nbytes
-        elements = self.num_layers * self.num_kv_heads * self.block_tokens * self.planes * self.head_dim
-        return elements * DTYPE_NBYTES[self.dtype]
+        tiles = self.num_layers * self.num_kv_heads * self.planes
+        numbers = self.block_tokens * self.head_dim
+        return tiles * (numbers + SCALE_NBYTES if self.quantisation else numbers * DTYPE_NBYTES[self.dtype])
 
     def canonical(self) -> bytes:
         """The one encoding that is hashed and sent: JSON, keys sorted, no spaces, ASCII only."""

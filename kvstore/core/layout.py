@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from kvstore.core.errors import SpecMismatch
-from kvstore.core.keys import DTYPE_NBYTES, KVSTORE_PAGE_FORMAT, KVSpec
+from kvstore.core.keys import DTYPE_NBYTES, KVSTORE_PAGE_FORMAT, SCALE_NBYTES, KVSpec
 
 _MAX_DIM = 65536
 _ITEM_NBYTES = (1, 2, 4)
@@ -62,7 +62,7 @@ class BlockLayout:
 
     @classmethod
     def from_spec(cls, spec: KVSpec) -> Self:
-        """The layout of `spec`'s blocks. Raises SpecMismatch when they are opaque, so that no layout describes them."""
+        """The layout of `spec`'s blocks as they are stored. Raises SpecMismatch when they are opaque, so that no layout describes them."""
         if spec.page_format != KVSTORE_PAGE_FORMAT:
             raise SpecMismatch(
                 f"page_format: {spec.page_format!r} has no layout, only {KVSTORE_PAGE_FORMAT!r} has",
@@ -75,7 +75,8 @@ class BlockLayout:
             block_tokens=spec.block_tokens,
             planes=spec.planes,
             head_dim=spec.head_dim,
-            item_nbytes=DTYPE_NBYTES[spec.dtype],
+            item_nbytes=1 if spec.quantisation else DTYPE_NBYTES[spec.dtype],
+            scale_nbytes=SCALE_NBYTES if spec.quantisation else 0,
         )
         assert layout.nbytes == spec.block_nbytes
         return layout

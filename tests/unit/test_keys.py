@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import SpecMismatch
-from kvstore.core.keys import HashScheme, KVSpec, differing_fields, pack_keys, unpack_keys
+from kvstore.core.keys import QUANTISATIONS, HashScheme, KVSpec, differing_fields, pack_keys, unpack_keys
 
 SPEC = KVSpec(weights="xxh3:0011", num_layers=30, num_kv_heads=3, head_dim=64, dtype="float16", rope="theta=100000")
+FP8 = dataclasses.replace(SPEC, stored_format="kvstore:LHTPD:fp8_e4m3")
 
 TOKENS = list(range(100, 140))
 
@@ -78,6 +79,20 @@ def test_golden_vectors_of_the_spec() -> None:
     )
     assert SPEC.namespace().hex() == "3d30f5a6e22a9cc1353e75c30a539694"
     assert SPEC.namespace("tenant-a").hex() == "85ef5f17ab5f8a4b17965b19132d9371"
+    assert FP8.canonical() == SPEC.canonical().replace(
+        b'"stored_format":"kvstore:LHTPD"', b'"stored_format":"kvstore:LHTPD:fp8_e4m3"'
+    )
+    assert FP8.namespace().hex() == "885d6b8734b8b2000870e2238203a1a5"
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_quantised_block_has_one_byte_for_a_number_and_a_scale_for_each_tile(quantisation: str, dtype: str) -> None:
+    spec = dataclasses.replace(SPEC, stored_format=f"kvstore:LHTPD:{quantisation}", dtype=dtype)
+
+    assert spec.quantisation == quantisation
+    assert spec.block_nbytes == 30 * 3 * 2 * (16 * 64 + 4)
+    assert SPEC.quantisation == ""
 
 
 @pytest.mark.parametrize(
@@ -172,7 +187,8 @@ def test_token_ids_out_of_range_are_refused(token: int) -> None:
         ("planes", 1),
         ("block_tokens", 32),
         ("group", "window:512"),
-        ("stored_format", "kvstore:LHTPD:fp8"),
+        ("stored_format", "kvstore:LHTPD:fp8_e4m3"),
+        ("stored_format", "kvstore:LHTPD:int8"),
         ("hash", HashScheme(seed="other")),
         ("hash", HashScheme(algorithm="sha256")),
     ],
@@ -189,9 +205,11 @@ def test_tenants_never_share() -> None:
 
 
 def test_a_spec_survives_its_encoding() -> None:
-    opaque = dataclasses.replace(SPEC, page_format="opaque:x:y", opaque_block_nbytes=4096, dtype="whatever")
+    opaque = dataclasses.replace(
+        SPEC, page_format="opaque:x:y", stored_format="opaque:x:y", opaque_block_nbytes=4096, dtype="whatever"
+    )
 
-    for spec in (SPEC, opaque):
+    for spec in (SPEC, opaque, FP8):
         assert KVSpec.from_canonical(spec.canonical()) == spec
     assert opaque.block_nbytes == 4096
     assert SPEC.block_nbytes == 30 * 3 * 16 * 2 * 64 * 2
@@ -209,6 +227,11 @@ def test_a_spec_survives_its_encoding() -> None:
         ({"block_tokens": 24}, "block_tokens"),
         ({"page_format": "mine"}, "page_format"),
         ({"page_format": "opaque:e:b"}, "opaque_block_nbytes"),
+        ({"page_format": "opaque:e:b", "opaque_block_nbytes": 4096}, "stored_format"),
+        ({"stored_format": "opaque:e:b"}, "stored_format"),
+        ({"stored_format": "kvstore:LHTPD:fp8"}, "stored_format"),
+        ({"stored_format": "kvstore:LHTPD:"}, "stored_format"),
+        ({"stored_format": "kvstore:LHTPD:int8", "dtype": "int8"}, "dtype"),
         ({"opaque_block_nbytes": 1}, "opaque_block_nbytes"),
         ({"hash": {"algorithm": "md5"}}, "hash.algorithm"),
         ({"hash": {"digest_nbytes": 20}}, "hash.digest_nbytes"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import SpecMismatch
-from kvstore.core.keys import KVSpec
+from kvstore.core.keys import QUANTISATIONS, KVSpec
 from kvstore.core.layout import BlockLayout, ByteRun
 
 dims = st.integers(1, 6)
@@ -74,6 +74,18 @@ def test_the_heads_of_all_ranks_make_the_layer(layout, ranks):
 
     assert sum(run.nbytes for run in runs) == layout.layer_run(0).nbytes
     assert all(left.offset + left.nbytes == right.offset for left, right in itertools.pairwise(runs))
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_a_quantised_specs_layout_has_scales_behind_the_numbers(quantisation):
+    stored_format = f"kvstore:LHTPD:{quantisation}"
+    spec = KVSpec(weights="w", num_layers=30, num_kv_heads=3, head_dim=64, dtype="float16", stored_format=stored_format)
+
+    layout = BlockLayout.from_spec(spec)
+
+    assert layout.nbytes == spec.block_nbytes
+    assert layout.data_nbytes == 30 * 3 * 16 * 2 * 64
+    assert layout.scale_run(1, 2, 1) == ByteRun(layout.data_nbytes + (1 * 3 + 2) * 2 * 4, 8)
 
 
 def test_a_specs_layout_has_the_specs_block_size():
