@@ -12,7 +12,9 @@ from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
 from kvstore.engine_connector.engine.model import Attention
 from kvstore.engine_connector.protocol import LayeredPages
 from kvstore.kernels.device_pages import DevicePages, allocate_device_pages
-from kvstore.kernels.paged import PagedCache, allocate_pages
+from kvstore.kernels.host_pages import host_pages
+from kvstore.kernels.page_map import PageMap
+from kvstore.kernels.paged import allocate_pages
 
 
 def allocate(num_pages: int, layout: BlockLayout, dtype: str, device: torch.device) -> torch.Tensor:
@@ -25,7 +27,7 @@ def allocate(num_pages: int, layout: BlockLayout, dtype: str, device: torch.devi
 def block_copies(pages: torch.Tensor) -> LayeredPages:
     """The pages, for copying to and from blocks in host memory."""
     if pages.device.type == "cpu":
-        return PagedCache([pages], num_layers=pages.shape[1])
+        return host_pages(PageMap.packed(pages))
     return DevicePages(pages)
 
 
