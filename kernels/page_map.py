@@ -15,7 +15,7 @@ The heads, and the layers, are those that this rank has.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -40,6 +40,8 @@ class PageMap:
     alive; the engine keeps it in place. Raises SpecMismatch for views that one map cannot describe."""
 
     views: tuple[tuple[torch.Tensor, ...], ...]
+    stacked: torch.Tensor | None = field(init=False, compare=False)
+    """All views as one, `[layers, planes, num_pages, heads, tokens, dims]`, where layers and planes lie at even distances too."""
 
     def __post_init__(self) -> None:
         first = self.views[0][0] if self.views and self.views[0] else None
@@ -61,6 +63,7 @@ class PageMap:
             raise _wrong(f"{_described(first)} is not [pages, heads, tokens, dims], at least 1 of each", first)
         if _overlaps(first):
             raise _wrong(f"{_described(first)} has several numbers in one place of memory", first)
+        object.__setattr__(self, "stacked", _stacked(self.views))
 
     @classmethod
     def packed(cls, pages: torch.Tensor, dims: str = "BLHTPD") -> Self:
@@ -197,3 +200,19 @@ def _overlaps(view: torch.Tensor) -> bool:
                 return True
             reach = stride * (size - 1) + reach
     return False
+
+
+def _stacked(views: tuple[tuple[torch.Tensor, ...], ...]) -> torch.Tensor | None:
+    first = views[0][0]
+    bases = [[(view.data_ptr() - first.data_ptr()) // first.itemsize for view in planes] for planes in views]
+    of_layer, of_plane = (bases[-1][0] if len(bases) < 2 else bases[1][0]), bases[0][-1]
+    even = all(
+        base == layer * of_layer + plane * of_plane
+        for layer, planes in enumerate(bases)
+        for plane, base in enumerate(planes)
+    )
+    memory = first.untyped_storage().data_ptr()
+    in_one = all(view.untyped_storage().data_ptr() == memory for planes in views for view in planes)
+    if not (even and in_one and min(of_layer, of_plane) >= 0):
+        return None
+    return first.as_strided((len(views), len(views[0]), *first.shape), (of_layer, of_plane, *first.stride()))

@@ -37,8 +37,8 @@ KVSTORE_PAGE_FORMAT = "kvstore:LHTPD"
 """Pages that `BlockLayout` describes. Anything else is `opaque:<engine>:<backend>` and only copied whole."""
 
 QUANTISATIONS = ("fp8_e4m3", "int8")
-"""What may be stored instead of the pages' own numbers, as `kvstore:LHTPD:<quantisation>`: one byte for a number, and a float32 scale
-for each layer, head and plane of a block. Lossy: an operator's choice, never a default."""
+"""What may be stored instead of the pages' own numbers, as `kvstore:LHTPD:<quantisation>`: one byte for a number, and a float32
+scale for each layer, head and plane of a block. Lossy: an operator's choice, never a default."""
 
 SCALE_NBYTES = 4
 

@@ -62,7 +62,7 @@ class BlockLayout:
 
     @classmethod
     def from_spec(cls, spec: KVSpec) -> Self:
-        """The layout of `spec`'s blocks as they are stored. Raises SpecMismatch when they are opaque, so that no layout describes them."""
+        """The layout of `spec`'s stored blocks. Raises SpecMismatch when they are opaque, so that no layout describes them."""
         if spec.page_format != KVSTORE_PAGE_FORMAT:
             raise SpecMismatch(
                 f"page_format: {spec.page_format!r} has no layout, only {KVSTORE_PAGE_FORMAT!r} has",
