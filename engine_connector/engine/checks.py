@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.keys import QUANTISATIONS
 from kvstore.engine_connector.engine.output_text import OutputText
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.kernels.paged import TORCH_DTYPES
@@ -96,6 +97,18 @@ def check_dtype(kv_dtype: str) -> None:
     if kv_dtype not in TORCH_DTYPES:
         known = ", ".join(TORCH_DTYPES)
         raise ConfigError(f"kv_dtype: {kv_dtype!r} is not known; use one of {known}", field="kv_dtype", value=kv_dtype)
+
+
+def check_stored_format(stored_format: str, device: str) -> None:
+    """How a store keeps the pages' numbers."""
+    known = ("same", *QUANTISATIONS)
+    if stored_format not in known:
+        wrong = f"is not known; use {', '.join(known)}"
+    elif stored_format != "same" and device != "cpu":
+        wrong = f"is made of pages in host memory only, not yet on {device}; use same"
+    else:
+        return
+    raise ConfigError(f"stored_format: {stored_format!r} {wrong}", field="stored_format", value=stored_format)
 
 
 def check_device(device: str, kv_dtype: str) -> None:

@@ -11,6 +11,7 @@ from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
 from kvstore.engine_connector.engine.model import Attention
 from kvstore.engine_connector.protocol import LayeredPages
+from kvstore.kernels.block_part import SAME, BlockPart
 from kvstore.kernels.device_pages import DevicePages, allocate_device_pages
 from kvstore.kernels.host_pages import host_pages
 from kvstore.kernels.page_map import PageMap
@@ -24,10 +25,12 @@ def allocate(num_pages: int, layout: BlockLayout, dtype: str, device: torch.devi
     return allocate_device_pages(num_pages, layout, dtype, device)
 
 
-def block_copies(pages: torch.Tensor) -> LayeredPages:
-    """The pages, for copying to and from blocks in host memory."""
+def block_copies(pages: torch.Tensor, quantisation: str = "") -> LayeredPages:
+    """The pages, for copying to and from blocks in host memory, which are stored so (keys.QUANTISATIONS; "": as they are)."""
     if pages.device.type == "cpu":
-        return host_pages(PageMap.packed(pages))
+        packed = PageMap.packed(pages)
+        return host_pages(packed, BlockPart.of(packed, storage=quantisation or SAME))
+    assert not quantisation, "checks.check_stored_format"
     return DevicePages(pages)
 
 

@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -79,8 +79,9 @@ class LLM:
     besides those for which the batch has room; more are refused. `layerwise`: attend to loads while they arrive, and save
     while computing, layer by layer, if the connector can; on a CPU that is no faster (benchmarks/layerwise.py). `both_ends`:
     compute a prompt's first blocks while the connector loads its last ones, where it says that this pays. `device`:
-    where weights and pages are, "cpu" or "cuda"; how far tokens of a GPU depend on the batch is not measured yet. Raises
-    ConfigError for a model file or setting that cannot work.
+    where weights and pages are, "cpu" or "cuda"; how far tokens of a GPU depend on the batch is not measured yet.
+    `stored_format`: "same" numbers as the pages', or in half the bytes "fp8_e4m3" or "int8": then what comes from the store is
+    no longer what was computed, and output depends on it (benchmarks/kv_quality.py says how much). Raises ConfigError for a model file or setting that cannot work.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class LLM:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         kv_dtype: str = "float16",
+        stored_format: str = "same",
         prefix_caching: bool = True,
         hash_seed: str = "",
         layerwise: bool = False,
@@ -114,6 +116,7 @@ class LLM:
         checks.check_chunks(chunk_tokens, block_tokens)
         checks.check_dtype(kv_dtype)
         checks.check_device(device, kv_dtype)
+        checks.check_stored_format(stored_format, device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded = load_model(model_path)
@@ -121,9 +124,10 @@ class LLM:
         self._limit = checks.length_limit(loaded.config.context_length, num_pages, block_tokens, max_model_len)
         self.tokenizer = loaded.tokenizer
         hashing = HashScheme(seed=hash_seed, block_tokens=block_tokens)
-        self.spec = _kv_spec(model_path, loaded, kv_dtype, hashing)
+        page_spec = _kv_spec(model_path, loaded, kv_dtype, hashing)
+        self.spec = page_spec if stored_format == "same" else _quantised(page_spec, stored_format)
         self._clock = clock or MonotonicClock()
-        pages = allocate(num_pages, BlockLayout.from_spec(self.spec), kv_dtype, torch.device(device))
+        pages = allocate(num_pages, BlockLayout.from_spec(page_spec), kv_dtype, torch.device(device))
         self._blocks = BlockManager(num_pages)
         self._connector = connector_factory(self.spec) if connector_factory else no_store()
         config = SchedulerConfig(
@@ -135,7 +139,9 @@ class LLM:
         )
         scheduler_by_layers, worker_by_layers = _layerwise(self._connector) if layerwise else (None, None)
         model = Transformer(loaded.config, loaded.weights.to(pages.device))
-        self._runner = Runner(model, pages, self._connector.worker, layerwise=worker_by_layers)
+        self._runner = Runner(
+            model, pages, self._connector.worker, layerwise=worker_by_layers, quantisation=self.spec.quantisation
+        )
         self._scheduler = Scheduler(
             config,
             self._blocks,
@@ -471,3 +477,7 @@ def _kv_spec(model_path: str | os.PathLike[str], loaded: LoadedModel, kv_dtype: 
         block_tokens=hashing.block_tokens,
         hash=hashing,
     )
+
+
+def _quantised(page_spec: KVSpec, quantisation: str) -> KVSpec:
+    return replace(page_spec, stored_format=f"{page_spec.page_format}:{quantisation}")

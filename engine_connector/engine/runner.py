@@ -40,7 +40,9 @@ class Runner:
         worker: WorkerSide,
         *,
         layerwise: LayerwiseWorker | None = None,
+        quantisation: str = "",
     ) -> None:
+        """`quantisation`: how the connector stores pages; "": as they are."""
         self._model = model
         self._pages = pages
         self._worker = worker
@@ -49,7 +51,7 @@ class Runner:
         self._saves_taken_of: ConnectorMetadata | None = None
         self._begun_saves: tuple[SaveJob, ...] = ()  # of the step that is under way; the worker has got them early
         self._void_saves: tuple[SaveJob, ...] = ()  # of the last step; the worker does not get them
-        worker.register_pages(block_copies(pages))
+        worker.register_pages(block_copies(pages, quantisation))
 
     @torch.inference_mode()
     def execute(self, step: Step, *, idle_wait_s: float) -> StepResult:

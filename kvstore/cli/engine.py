@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvstore.engine_connector.engine.llm import LLM
     from kvstore.engine_connector.protocol import Connector, HandOver
 
+_STORED_FORMATS = {"same": "same", "fp8": "fp8_e4m3", "int8": "int8"}
 _COUNT = click.IntRange(min=1)
 _NEEDED = ("aiohttp", "gguf", "jinja2", "safetensors", "tokenizers", "torch")
 
@@ -61,6 +62,13 @@ def engine() -> None:
 @click.option("--max-model-len", type=_COUNT, help="Longest prompt and answer.  [default: the model's context]")
 @click.option("--num-threads", type=_COUNT, help="That compute.  [default: torch's]")
 @click.option("--kv-dtype", default="float16", show_default=True, help="Of the pages: float16 or bfloat16.")
+@click.option(
+    "--kv-store-format",
+    type=click.Choice(list(_STORED_FORMATS)),
+    default="same",
+    show_default=True,
+    help="Of blocks in the store: as the pages, or lossy in half the bytes.",
+)
 @click.option("--hash-seed", default="", help="Engines with different seeds do not share blocks.")
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="In the engine's own pages.  [default: yes]")
 @click.option("--max-body-bytes", type=_COUNT, default=8 << 20, show_default=True, help="Larger requests: 413.")
@@ -131,7 +139,12 @@ def _open_llm(options: dict[str, Any], model: Path) -> "LLM":
         "device",
         "layerwise",
     )
-    return LLM(model, connector_factory=_connector_factory(options), **{name: options[name] for name in names})
+    return LLM(
+        model,
+        connector_factory=_connector_factory(options),
+        stored_format=_STORED_FORMATS[options["kv_store_format"]],
+        **{name: options[name] for name in names},
+    )
 
 
 def _connector_factory(options: dict[str, Any]) -> "Callable[[KVSpec], Connector] | None":

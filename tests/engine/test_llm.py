@@ -278,6 +278,7 @@ def test_a_prompt_of_exactly_the_limit_gets_its_one_token(make_llm, prompts):
         ({"max_model_len": 0}, "max_model_len"),
         ({"kv_dtype": "int3"}, "kv_dtype"),
         ({"device": "cuda:1"}, "device"),
+        ({"stored_format": "fp8"}, "stored_format"),
         ({"device": "cuda", "kv_dtype": "float32"}, "device"),
     ],
 )
