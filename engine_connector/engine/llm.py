@@ -81,7 +81,8 @@ class LLM:
     compute a prompt's first blocks while the connector loads its last ones, where it says that this pays. `device`:
     where weights and pages are, "cpu" or "cuda"; how far tokens of a GPU depend on the batch is not measured yet.
     `stored_format`: "same" numbers as the pages', or in half the bytes "fp8_e4m3" or "int8": then what comes from the store is
-    no longer what was computed, and output depends on it (benchmarks/kv_quality.py says how much). Raises ConfigError for a model file or setting that cannot work.
+    no longer what was computed, and output depends on it (benchmarks/kv_quality.py says how much). Raises ConfigError for a
+    model file or setting that cannot work.
     """
 
     def __init__(
