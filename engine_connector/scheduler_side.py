@@ -15,7 +15,7 @@ from dataclasses import replace
 from kvstore.client import Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
-from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, SAVE_DEADLINE_S, TAIL_KEEP_S
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
 from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.engine_connector.protocol import (
     BlockMove,
@@ -101,7 +101,8 @@ class StoreSchedulerSide:
         # What a producer computed for this instance is not computed again: it is there to decode.
         planned = self._fetch is FetchPolicy.PLANNED and not has_tail
         wish = self._wish(request, first) if planned else None
-        match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys, wish))
+        name = _wire_name(request)
+        match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys, wish, request_id=name))
         if match is not None and match.plan is not None:
             self._planning_link = link
         if match is None or match.num_blocks <= first:
@@ -394,7 +395,7 @@ class StoreSchedulerSide:
 
     def _wish(self, request: Request, first: int) -> MatchWish:
         return MatchWish(
-            request.request_id,
+            _wire_name(request),
             request.num_tokens,
             first_needed=first,
             chunk_tokens=self._chunk_tokens,
@@ -484,6 +485,11 @@ class StoreSchedulerSide:
         if state.finished and not state.pending:
             self._pin(state)
             del self._requests[request_id]
+
+
+def _wire_name(request: Request) -> str:
+    """The engine's own id, as far as the wire has room for it: it may be a caller's."""
+    return request.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES].decode(errors="ignore")
 
 
 def _num_not_declined(statuses: bytes) -> int:

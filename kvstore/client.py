@@ -172,11 +172,16 @@ class Client:
                 raise error_from_wire(reply.code, reply.message, dict(reply.fields))
             self._take_hello(reply)
 
-    def match(self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None) -> Match:
+    def match(
+        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, *, request_id: str = ""
+    ) -> Match:
         """Length of the longest READY prefix of `keys`, and where each block lies; with a `wish`, which only engines have, also
-        how much of it is worth fetching. Owns nothing."""
+        how much of it is worth fetching. Owns nothing. `request_id` names the request where no wish does."""
         request = pb.MatchRequest(
-            namespace=namespace, keys=_packed(keys), wish=None if wish is None else pb.PlanWish(**wish._asdict())
+            namespace=namespace,
+            keys=_packed(keys),
+            wish=None if wish is None else pb.PlanWish(**wish._asdict()),
+            request_id=request_id,
         )
         reply = self._call(Verb.MATCH, request, pb.MatchReply)
         plan = _plan(reply.plan) if reply.HasField("plan") else None

@@ -36,6 +36,7 @@ from kvstore.core.limits import (
 from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo, ReadGrant
 from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
 from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
+from kvstore.live_curve import LiveCurve
 from kvstore.mover import Mover, NoMover
 from kvstore.peer_identity import proof as peer_proof
 from kvstore.plan_messages import check_copy, outcome_name, read_samples, read_wish, record_reply
@@ -114,6 +115,7 @@ class Dispatcher:
         self._cluster = cluster or NoCluster()
         self.advisor = Advisor()
         self.usage = Usage()
+        self.curve = LiveCurve()
         self._started_s = clock.now_s()
         self.counters: Counter[str] = Counter()
         self._routes = {
@@ -267,6 +269,7 @@ class Dispatcher:
         return stats_reply(
             self._store,
             self.usage,
+            self.curve,
             self.advisor,
             self._mover,
             self._cluster,
@@ -286,6 +289,8 @@ class Dispatcher:
         wish = read_wish(request.wish, len(keys)) if request.HasField("wish") else None
         if wish is not None:
             self._engines(session)
+        if request.request_id:
+            check_request_id(request.request_id)
         now_s = self._clock.now_s()
         match = self._store.match(request.namespace, keys, now_s)
         reply = pb.MatchReply(num_blocks=match.num_blocks, tiers=match.tiers, boot_id=self._boot_id)
@@ -294,22 +299,28 @@ class Dispatcher:
             assert match.plan is not None
             reply.plan.CopyFrom(pb.Plan(plan_id=match.plan_id, **match.plan._asdict()))
         if session.holder.instance and session.role != pb.PEER:
-            self._count_match(session, request.namespace, keys, wish, match, now_s)
+            self._count_match(session, request, keys, wish, match, now_s)
         return reply
 
     def _count_match(  # noqa: PLR0917 - likewise
         self,
         session: Session,
-        namespace: bytes,
+        request: pb.MatchRequest,
         keys: list[bytes],
         wish: MatchWish | None,
         match: Match,
         now_s: float,
     ) -> None:
-        behind = keys[max(match.num_blocks, wish.first_needed if wish else 0) :]
+        namespace, num_had = request.namespace, wish.first_needed if wish else 0
+        behind = keys[max(match.num_blocks, num_had) :]
         missing = self._store.why_missing(namespace, behind) if behind else {}
-        block_tokens = self._store.spec(namespace).block_tokens
-        self.usage.matched(session.holder.instance, session.tenant, block_tokens, keys, match, missing, wish, now_s)
+        spec, instance = self._store.spec(namespace), session.holder.instance
+        is_new = self.usage.matched(
+            instance, session.tenant, spec.block_tokens, keys, match, missing, wish, request.request_id, now_s
+        )
+        if is_new:
+            num_tokens = wish.num_tokens if wish else 0
+            self.curve.wanted(namespace, spec, request.keys, num_had=num_had, num_tokens=num_tokens, now_s=now_s)
 
     def _plan(  # noqa: PLR0917 - the rest of _match
         self,
@@ -463,6 +474,7 @@ class Dispatcher:
             keep_s=request.keep_s,
         )
         self._on_leases_changed()
+        self.curve.stored(request.namespace, self._store.spec(request.namespace), request.keys)
         logger.debug(
             "reserved request=%s lease=%d offered=%d granted=%d declined=%s",
             request.request_id,

@@ -73,6 +73,16 @@ METRICS = {
     "tenant_held_bytes": Family(
         "gauge", ("tenant", "tier"), "Slots of a tenant's blocks that readers find.", "placements"
     ),
+    "capacity_hit_ratio": Family(
+        "gauge",
+        ("capacity",),
+        "Part of the tokens asked for lately that leaf-first LRU would have hit with 0.5x, 1x, 2x, 4x or 8x the RAM, with as much"
+        " as the drives, and with everything that was used in a day (endless).",
+        "live_curve",
+    ),
+    "capacity_curve_tokens": Family(
+        "gauge", (), "Tokens that this rests on; half of them count after six hours.", "live_curve"
+    ),
     # --- RAM, drives, other nodes ---
     "tier_capacity_bytes": Family("gauge", ("tier",), "Size of a tier.", "slots"),
     "tier_bytes": Family(
@@ -220,7 +230,18 @@ class StatsCollector:
         """One family after the other."""
         families = _Families()
         stats = self._snapshot()
-        for fill in (_sidecar, _usage, _tiers, _drives, _budget, _peers, _directory, _histograms, _predictions):
+        for fill in (
+            _sidecar,
+            _usage,
+            _capacity,
+            _tiers,
+            _drives,
+            _budget,
+            _peers,
+            _directory,
+            _histograms,
+            _predictions,
+        ):
             fill(stats, families)
         _counters(dict(stats.counters), families)
         yield from families.made.values()
@@ -298,6 +319,13 @@ def _usage(stats: pb.StatsReply, families: _Families) -> None:
             families.add("tenant_hit_tokens", tokens, tenant.tenant, tier)
         for tier, nbytes in tenant.held_bytes.items():
             families.add("tenant_held_bytes", nbytes, tenant.tenant, tier)
+
+
+def _capacity(stats: pb.StatsReply, families: _Families) -> None:
+    curve = stats.capacity_curve
+    for each in curve.capacities:
+        families.add("capacity_hit_ratio", each.hit_rate, each.capacity)
+    families.add("capacity_curve_tokens", curve.requested_tokens)
 
 
 def _tiers(stats: pb.StatsReply, families: _Families) -> None:

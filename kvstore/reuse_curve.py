@@ -1,190 +1,316 @@
 """The hit rate that any capacity would have had, from how far apart uses lie.
 
-Leaf-first LRU is LRU whose uses go from tail to head, and LRU is a stack: a block is found in a tier of C blocks if, when it is
-wanted, fewer than C others have been used since. So one pass counts, for each use, its rank among the blocks by last use.
+Leaf-first LRU is LRU whose uses go from tail to head, and LRU is a stack: a block is found in a tier of C bytes if, when it is
+wanted, what has been used since takes less than C. So one pass gives, for each use, the room that a tier would have needed.
 
     exact      every block is followed: a Fenwick tree over the order of use, O(log n) a block
-    sampled    only blocks whose hash is below a threshold, a part R of all, are followed, and a rank among them counts for 1/R
-               ranks; when there are too many, the threshold falls (Waldspurger et al., Efficient MRC construction with SHARDS,
-               FAST 2015; what the sample has too few or too many of is put to the shortest distance, as their SHARDS_adj).
+    sampled    only blocks whose hash is below a limit, a part R of all, are followed, and what lies between uses counts for
+               1/R times as much; when there are too many, the limit falls (Waldspurger et al., Efficient MRC construction
+               with SHARDS, FAST 2015; what the sample has too few or too many of is put to the shortest distance, as their
+               SHARDS_adj). Blocks of one size class or of many: each counts with its own size.
+
+Sizes are in whatever unit the caller counts capacity in (1 a block, pages), values in whatever it counts hits in (1 a block,
+tokens).
 """
 
-import heapq
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.index import grown
 
-_HASH_BITS = 32
-_FULL = 1 << _HASH_BITS
+Hashes = NDArray[np.uint64]
+"""Of blocks, in the order of their prefix: spread over 64 bits, each once."""
+
+_Ints = NDArray[np.int64]
+
+_FULL = 1 << 64
 _BUCKETS_PER_DOUBLING = 32  # of distances: steps of 2 %
 _FIRST_BUCKETS = 1024
 _FIRST_SLOTS = 1024
+_SHRINK_PART = 16
 
 MAX_FOLLOWED = 4096
-"""Blocks that a sampled curve follows, some 160 bytes each."""
+"""Blocks that a sampled curve follows, some 180 bytes each."""
 
 
 class CurvePoint(NamedTuple):
     """A capacity and its hit rate."""
 
-    num_blocks: float
+    capacity: float
     hit_rate: float
 
 
 class ReuseCurve:
-    """Told of each request's blocks; answers for every capacity. `max_followed` 0: exact, and as large as the trace."""
+    """Told of uses; answers for every capacity. `max_followed` 0: exact, and as large as the traffic."""
 
     def __init__(self, *, max_followed: int = MAX_FOLLOWED) -> None:
         self._max_followed = max_followed
-        self._threshold = _FULL
-        self._last: dict[int, int] = {}  # by hash: slot in the order of use
-        self._largest: list[int] = []  # heap of the negated hashes of what is followed, when sampled
-        self._order = _OrderOfUse(_FIRST_SLOTS)
+        self._limit = _FULL - 1  # larger hashes are not followed
+        self._stack = _Stack(_Sums() if max_followed else _FenwickSums())
         self._weights = np.zeros(_FIRST_BUCKETS, np.float64)  # of uses by distance
         self._cold = 0.0  # likewise, of first uses
-        self.num_uses = 0
+        self.total = 0.0  # value of all uses
 
     @property
     def rate(self) -> float:
         """Part of the blocks that is followed now."""
-        return self._threshold / _FULL
+        return (self._limit + 1) / _FULL
 
     @property
     def num_followed(self) -> int:
         """Blocks."""
-        return len(self._last)
+        return self._stack.num_blocks
 
-    def request(self, hashes: Sequence[int]) -> None:
-        """A request uses these, in the order of its prefix. Hashes are spread over 64 bits."""
-        self.num_uses += len(hashes)
-        followed = [one for one in hashes if one >> _HASH_BITS < self._threshold] if self._max_followed else hashes
-        if not followed:
-            return
-        if self._order.num_left < len(followed):
-            self._compact(len(followed))
-        last = self._last
-        slots = [last.get(one, -1) for one in followed]
-        known = np.array([slot for slot in slots if slot >= 0], np.int64)
-        weight = 1 / self.rate
-        self._cold += weight * (len(followed) - len(known))
-        if len(known):
-            buckets = self._buckets(self._order.ranks(known) * weight)
-            if len(self._weights) <= buckets.max():
-                self._weights = grown(self._weights, 2 * int(buckets.max()))
-            np.add.at(self._weights, buckets, weight)
-            self._order.remove(known)
-        for one, slot in zip(reversed(followed), self._order.append(len(followed)), strict=True):
-            last[one] = slot
-        if self._max_followed:
-            for one, slot in zip(followed, slots, strict=True):
-                if slot < 0:
-                    heapq.heappush(self._largest, -one)
+    @property
+    def nbytes(self) -> int:
+        """Memory."""
+        return self._stack.nbytes + self._weights.nbytes
+
+    def request(self, hashes: Hashes, *, size: int = 1, value: float = 1.0) -> None:
+        """A request wants these, and stores what it misses."""
+        self.total += value * len(hashes)
+        followed, _ = self._followed(hashes)
+        if followed:
+            known, distances = self._stack.use(followed, size, insert=True)
+            self._count(len(known), distances, value)
             self._shrink()
 
-    def hit_rate(self, num_blocks: float) -> float:
-        """Of a tier of so many blocks."""
-        if not self.num_uses or num_blocks < 1:
-            return 0.0
-        at = num_blocks if not self._max_followed else math.log2(num_blocks) * _BUCKETS_PER_DOUBLING
-        end = math.floor(at)
-        missing = self.num_uses - float(self._weights.sum()) - self._cold  # what the sample has too few of
-        hits = float(self._weights[: end + 1].sum()) + missing
-        if end + 1 < len(self._weights) and self._max_followed:
-            hits += (at - end) * float(self._weights[end + 1])
-        return min(max(hits / self.num_uses, 0.0), 1.0)
+    def wanted(self, hashes: Hashes, *, size: int, value: float, num_had: int = 0, extra: float = 0.0) -> None:
+        """A request wants these. The first `num_had` its engine has itself: hits with any capacity; `extra` is value that no tier
+        can give. What is unknown stays so until it is stored."""
+        self.total += value * len(hashes) + extra
+        self._cold += extra
+        self._weights[0] += value * min(num_had, len(hashes))
+        followed, places = self._followed(hashes)
+        if followed:
+            known, distances = self._stack.use(followed, size, insert=False)
+            behind = places >= num_had
+            self._count(int(np.count_nonzero(behind)), distances[behind[known]], value)
+
+    def stored(self, hashes: Hashes, *, size: int) -> None:
+        """These are offered for storage: from now on a tier that is large enough has them."""
+        followed, _ = self._followed(hashes)
+        if followed:
+            self._stack.use(followed, size, insert=True)
+            self._shrink()
+
+    def age(self, part: float, num_epochs: int, max_epochs: int) -> None:
+        """So many epochs have begun. What was counted so far counts for `part` of that from now on; blocks that were not used for
+        `max_epochs` are forgotten."""
+        self.total *= part
+        self._cold *= part
+        self._weights *= part
+        self._stack.epoch += num_epochs
+        self._stack.forget(self._stack.epoch - max_epochs)
+
+    def hit_rate(self, capacity: float) -> float:
+        """Of a tier of that capacity."""
+        return self.hit_rates([capacity])[0]
+
+    def hit_rates(self, capacities: Sequence[float]) -> list[float]:
+        """Of tiers of those capacities."""
+        if not self.total:
+            return [0.0] * len(capacities)
+        at = np.asarray(capacities, np.float64)
+        if self._max_followed:
+            at = np.log2(np.maximum(at, 1.0)) * _BUCKETS_PER_DOUBLING
+        at = np.minimum(at, len(self._weights) - 2)
+        end = np.floor(at).astype(np.int64)
+        hits = np.cumsum(self._weights)[end] + self._missing
+        if self._max_followed:
+            hits += (at - end) * self._weights[end + 1]
+        rates: list[float] = np.clip(hits / self.total, 0.0, 1.0).tolist()
+        return rates
 
     def best_hit_rate(self) -> float:
         """Of a tier without end."""
-        return min(max((self.num_uses - self._cold) / self.num_uses, 0.0), 1.0) if self.num_uses else 0.0
+        return min(max((self.total - self._cold) / self.total, 0.0), 1.0) if self.total else 0.0
 
     def points(self) -> list[CurvePoint]:
-        """The curve where it rises, from one block on."""
+        """The curve where it rises."""
         used = np.flatnonzero(self._weights)
         sizes = [int(at) if not self._max_followed else 2 ** (int(at) / _BUCKETS_PER_DOUBLING) for at in used]
-        sums = np.cumsum(self._weights)[used] + self.num_uses - float(self._weights.sum()) - self._cold
-        rates = np.clip(sums / max(1, self.num_uses), 0.0, 1.0).tolist()
+        sums = np.cumsum(self._weights)[used] + self._missing
+        rates = np.clip(sums / max(1.0, self.total), 0.0, 1.0).tolist()
         return [CurvePoint(size, rate) for size, rate in zip(sizes, rates, strict=True)]
 
     def knee(self) -> CurvePoint | None:
         """Where more capacity begins to bring less: the point furthest above the line between the ends, over the logarithm of
         capacity. (Satopaa et al., Finding a Kneedle in a haystack, 2011.)"""
-        points = self.points()
+        points = [point for point in self.points() if point.capacity >= 1]
         if len(points) < 3:
             return None
-        x = np.log2([point.num_blocks for point in points])
+        x = np.log2([point.capacity for point in points])
         y = np.array([point.hit_rate for point in points])
         if x[-1] == x[0] or y[-1] == y[0]:
             return None
         above = (y - y[0]) / (y[-1] - y[0]) - (x - x[0]) / (x[-1] - x[0])
         return points[int(above.argmax())]
 
-    def _buckets(self, ranks: NDArray[Any]) -> NDArray[np.int64]:
-        """Where ranks are counted: exactly, or in steps of 2 %."""
-        if not self._max_followed:
-            exactly: NDArray[np.int64] = np.round(ranks).astype(np.int64)
-            return exactly
-        steps: NDArray[np.int64] = np.ceil(np.log2(np.maximum(ranks, 1.0)) * _BUCKETS_PER_DOUBLING).astype(np.int64)
-        return steps
+    @property
+    def _missing(self) -> float:
+        """What the sample has too few of."""
+        return self.total - float(self._weights.sum()) - self._cold
+
+    def _followed(self, hashes: Hashes) -> tuple[list[int], _Ints]:
+        """Those that are followed, each once, and their places among `hashes`."""
+        places = np.flatnonzero(hashes <= np.uint64(self._limit))
+        followed = hashes[places].tolist()
+        if len(set(followed)) < len(followed):
+            places = places[np.sort(np.unique(hashes[places], return_index=True)[1])]
+            followed = hashes[places].tolist()
+        return followed, places
+
+    def _count(self, num_uses: int, distances: _Ints, value: float) -> None:
+        """So many uses of blocks that are followed, some of them known before."""
+        value /= self.rate
+        self._cold += value * (num_uses - len(distances))
+        if not len(distances):
+            return
+        buckets = distances
+        if self._max_followed:
+            room = np.log2(np.maximum(distances / self.rate, 1.0))
+            buckets = np.ceil(room * _BUCKETS_PER_DOUBLING).astype(np.int64)
+        if (most := int(buckets.max())) >= len(self._weights):
+            self._weights = grown(self._weights, 2 * most)
+        np.add.at(self._weights, buckets, value)
 
     def _shrink(self) -> None:
-        """Follow fewer: those with the largest hashes go, and none as large comes in any more."""
-        gone: list[int] = []
-        while len(self._last) > self._max_followed:
-            self._threshold = -self._largest[0] >> _HASH_BITS
-            while self._largest and -self._largest[0] >> _HASH_BITS >= self._threshold:
-                gone.append(self._last.pop(-heapq.heappop(self._largest)))
-        if gone:
-            self._order.remove(np.array(gone, np.int64))
-
-    def _compact(self, wanted: int) -> None:
-        """Number the order anew, without the slots that were left."""
-        hashes = sorted(self._last, key=self._last.__getitem__)
-        self._order = _OrderOfUse(max(_FIRST_SLOTS, 2 * (len(hashes) + wanted)))
-        self._last = dict(zip(hashes, self._order.append(len(hashes)), strict=True))
+        """Follow fewer, some more than need be so that it is rare: those with the largest hashes go, and none as large comes in
+        any more."""
+        if 0 < self._max_followed < self._stack.num_blocks:
+            kept = self._max_followed - self._max_followed // _SHRINK_PART
+            self._limit = int(np.partition(self._stack.hashes(), kept)[kept]) - 1
+            self._stack.keep_below(self._limit)
 
 
-class _OrderOfUse:
-    """Slots in the order of use; counts how many are taken from one on. A Fenwick tree, asked for many slots at once."""
+class _Stack:
+    """Blocks in the order of use: slots that are taken in turn, and given up when their block is used again.
 
-    def __init__(self, num_slots: int) -> None:
-        self._size = num_slots
-        self._sums = np.zeros(num_slots + 1, np.int64)
+    slot     |  0 |  1 |  2 |  3 |  4 |  5 |
+    size     |  4 |  0 |  4 |  0 |  8 |  4 |  next use ->      since the use in slot 2: 4 + 8 + 4
+    """
+
+    def __init__(self, sums: "_Sums") -> None:
+        self._slots: dict[int, int] = {}  # by hash
+        self._sums = sums
         self._next = 0
-        self._num_taken = 0
+        self.epoch = 0
+        self._reset(_FIRST_SLOTS)
 
     @property
-    def num_left(self) -> int:
-        return self._size - self._next
+    def num_blocks(self) -> int:
+        return len(self._slots)
 
-    def append(self, count: int) -> range:
-        """The next `count` slots."""
-        taken = range(self._next, self._next + count)
-        self._add(np.arange(self._next + 1, self._next + count + 1), 1)
-        self._next += count
-        self._num_taken += count
-        return taken
+    @property
+    def nbytes(self) -> int:
+        """Memory: a dict of numbers takes 138 bytes an entry."""
+        return self._sums.nbytes + self._sizes.nbytes + self._epochs.nbytes + 138 * len(self._slots)
 
-    def remove(self, slots: NDArray[np.int64]) -> None:
-        """They are taken no longer."""
-        self._add(slots + 1, -1)
-        self._num_taken -= len(slots)
+    def use(self, numbers: list[int], size: int, *, insert: bool) -> tuple[NDArray[np.bool_], _Ints]:
+        """Move blocks, given by hash, to the top, tail first; unknown ones are added if `insert`, else passed over. Which were
+        known, and for each of those what had been used since its last use, itself included, before any of this call moved."""
+        if len(self._sizes) - self._next < len(numbers):
+            self._compact(len(numbers))
+        slots = np.array([self._slots.get(one, -1) for one in numbers], np.int64)
+        known = slots >= 0
+        found = slots[known]
+        distances = self._sums.since(self._sizes, found)
+        moved = numbers if insert or len(found) == len(numbers) else list(compress(numbers, known.tolist()))
+        first, self._next = self._next, self._next + len(moved)
+        self._change(found, 0)
+        self._change(np.arange(first, self._next), size)
+        self._epochs[first : self._next] = self.epoch
+        self._slots.update(zip(reversed(moved), range(first, self._next), strict=True))
+        return known, distances
 
-    def ranks(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many slots from each on are taken, itself among them."""
+    def keep_below(self, limit: int) -> None:
+        """Forget those with hashes above."""
+        self._forget([one for one in self._slots if one > limit])
+
+    def forget(self, epoch: int) -> None:
+        """Forget those that were last used before."""
+        epochs = self._epochs.tolist()
+        self._forget([one for one, slot in self._slots.items() if epochs[slot] < epoch])
+
+    def hashes(self) -> Hashes:
+        """Of all."""
+        return np.fromiter(self._slots, np.uint64, len(self._slots))
+
+    def _forget(self, numbers: list[int]) -> None:
+        self._change(np.array([self._slots.pop(one) for one in numbers], np.int64), 0)
+
+    def _change(self, slots: _Ints, size: int) -> None:
+        if len(slots):
+            self._sums.add(slots, size - self._sizes[slots])
+            self._sizes[slots] = size
+
+    def _reset(self, num_slots: int) -> None:
+        self._sizes = np.zeros(num_slots, np.int64)  # by slot; 0: given up
+        self._epochs = np.zeros(num_slots, np.int32)
+        self._sums.reset(num_slots)
+
+    def _compact(self, wanted: int) -> None:
+        """Number the order anew, without what was given up."""
+        numbers = sorted(self._slots, key=self._slots.__getitem__)
+        taken = np.array([self._slots[one] for one in numbers], np.int64)
+        sizes, epochs = self._sizes[taken], self._epochs[taken]
+        self._reset(max(_FIRST_SLOTS, 2 * (len(numbers) + wanted)))
+        self._slots = dict(zip(numbers, range(len(numbers)), strict=True))
+        self._next = len(numbers)
+        self._sizes[: self._next], self._epochs[: self._next] = sizes, epochs
+        self._sums.add(np.arange(self._next), sizes)
+
+
+class _Sums:
+    """Of sizes behind slots, added up when they are asked for: for a few thousand slots."""
+
+    nbytes = 0
+
+    def reset(self, num_slots: int) -> None:
+        """All sizes are 0."""
+
+    def add(self, slots: _Ints, sizes: _Ints) -> None:
+        """They change by so much."""
+
+    def since(self, sizes: _Ints, slots: _Ints) -> _Ints:
+        """The sum of `sizes` from each slot on."""
+        if not len(slots):
+            return slots
+        first = int(slots.min())
+        sums = np.cumsum(sizes[first:])
+        since: _Ints = sums[-1] - sums[slots - first] + sizes[slots]
+        return since
+
+
+class _FenwickSums(_Sums):
+    """Kept as a Fenwick tree: for millions."""
+
+    def reset(self, num_slots: int) -> None:
+        self._sums = np.zeros(num_slots + 1, np.int64)
+        self._total = 0
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # only read
+        return self._sums.nbytes
+
+    def add(self, slots: _Ints, sizes: _Ints) -> None:
+        self._total += int(sizes.sum())
+        at = slots + 1
+        while len(at):
+            np.add.at(self._sums, at, sizes)
+            at = at + (at & -at)
+            inside = at < len(self._sums)
+            at, sizes = at[inside], sizes[inside]
+
+    def since(self, sizes: _Ints, slots: _Ints) -> _Ints:  # noqa: ARG002 - they are in the tree
         at, before = slots.copy(), np.zeros(len(slots), np.int64)
         while at.any():
             before += self._sums[at]
             at &= at - 1
-        return self._num_taken - before
-
-    def _add(self, at: NDArray[np.int64], change: int) -> None:
-        at = at[at <= self._size]
-        while len(at):
-            np.add.at(self._sums, at, change)
-            at = at + (at & -at)
-            at = at[at <= self._size]
+        since: _Ints = self._total - before
+        return since

@@ -10,6 +10,7 @@ from kvstore.advisor import Advisor
 from kvstore.cluster import Cluster, NoCluster
 from kvstore.core.plans import TIERS
 from kvstore.health import problems
+from kvstore.live_curve import LiveCurve
 from kvstore.mover import Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.store import Store
@@ -21,6 +22,7 @@ _NVME = TIERS[1]
 def stats_reply(  # noqa: PLR0917 - what a sidecar is made of
     store: Store,
     usage: Usage,
+    curve: LiveCurve,
     advisor: Advisor,
     mover: Mover | NoMover,
     cluster: Cluster | NoCluster,
@@ -65,11 +67,19 @@ def stats_reply(  # noqa: PLR0917 - what a sidecar is made of
             for kind, log in (("fetch", advisor.fetches), ("prefill", advisor.steps))
         ],
         directory=_directory(cluster, now_s),
+        capacity_curve=curve_reply(curve, {tier.name: tier.capacity_bytes for tier in stats.tiers}),
         loop_lag_s=store.meters.largest_lag_s(now_s),
         num_open_requests=usage.num_open,
     )
     reply.problems.extend(problems(reply, arena_nbytes=arena_nbytes, faulted_nbytes=faulted_nbytes))
     return reply
+
+
+def curve_reply(curve: LiveCurve, capacity_bytes: Mapping[str, int]) -> pb.CapacityCurve:
+    """What other sizes would hit, given the sizes that there are, by tier."""
+    fields = curve.figures(capacity_bytes[TIERS[0]], capacity_bytes.get(_NVME, 0))._asdict()
+    capacities = [pb.CapacityHits(**each._asdict()) for each in fields.pop("capacities")]
+    return pb.CapacityCurve(capacities=capacities, **fields)
 
 
 def _peers(store: Store, cluster: Cluster | NoCluster, now_s: float) -> list[pb.PeerStats]:

@@ -6,9 +6,9 @@
 
 Only settled requests are counted, and for each the law holds: **hits by tier + misses by reason = requested**. A Match for the
 same request id takes the place of the one before, since engines ask again while a request waits; one that nobody
-takes up settles REQUEST_SETTLE_S later. Requests without a plan (fetch always, older clients) have no id in Match: each
-counts, and is found again at its Acquire by its last key. What an engine does not ask for is not here (`no_read`, or its
-sidecar is away).
+takes up settles REQUEST_SETTLE_S later. Requests without a plan (fetch always) are found again at their Acquire by their last
+key; those without an id too (older clients) count each time they ask. What an engine does not ask for is not here
+(`no_read`, or its sidecar is away).
 """
 
 from collections import Counter, OrderedDict
@@ -132,15 +132,17 @@ class Usage:
         match: Match,
         missing: Mapping[str, int],
         wish: MatchWish | None,
+        request_id: str,
         now_s: float,
-    ) -> None:
-        """An engine asked. `missing`: blocks behind those found, by reason; `match.plan` as it was answered."""
-        first, plan = (wish.first_needed if wish else 0), match.plan
+    ) -> bool:
+        """An engine asked. `missing`: blocks behind those found, by reason; `match.plan` as it was answered. `request_id` names
+        it where there is no wish; "": nothing does. Whether it is another request than those that are open."""
+        first, plan, name = (wish.first_needed if wish else 0), match.plan, wish.request_id if wish else request_id
         asked = len(keys) * block_tokens
         requested = max(asked, wish.num_tokens) if wish else asked
         end = match.num_blocks if plan is None else min(match.num_blocks, first + plan.num_blocks)
         request = _Request(
-            key=(instance, wish.request_id) if wish and wish.request_id else self._next_key(),
+            key=(instance, name) if name else self._next_key(),
             instance=instance,
             tenant=tenant,
             block_tokens=block_tokens,
@@ -161,9 +163,9 @@ class Usage:
             request.misses["tail"] += requested - asked
         if (before := self._matched.get(request.key)) is not None:
             self._forget(before)
-        if wish is None and not request.wanted:  # nothing more will be heard of it
+        if not name and wish is None and not request.wanted:  # nothing more will be heard of it
             self._settle(request, {})
-            return
+            return True
         self._matched[request.key] = request
         if request.plan_id:
             self._by_plan[request.plan_id] = request
@@ -172,6 +174,7 @@ class Usage:
         if len(self._matched) > MAX_OPEN_REQUESTS:
             self._give_up(next(iter(self._matched.values())), "not_taken")
         self.settle_old(now_s)
+        return before is None
 
     def acquired(  # noqa: PLR0917 - what an Acquire is made of
         self,

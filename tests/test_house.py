@@ -17,6 +17,8 @@ BRAINS = (
     "counters",
     "inventory",
     "usage",
+    "reuse_curve",
+    "live_curve",
     "removed_keys",
     "meters",
     "health",

@@ -82,7 +82,7 @@ def size(
     curve = trace_curve(requests, exact=exact)
     write(_report(requests, curve, costs, wanted, ram_usd=ram_usd, nvme_usd=nvme_usd), form)
     if plot is not None:
-        points = [(point.num_blocks, 100 * point.hit_rate) for point in curve.points()]
+        points = [(point.capacity, 100 * point.hit_rate) for point in curve.points()]
         series = [Series("LRU", points)]
         plot_lines(plot, series, title=trace.name, x_label="blocks", y_label="block hits, %", log_x=True)
 
@@ -111,7 +111,7 @@ def _report(
         sum(costs.prefill.work_s(request.num_tokens) for request in trace.requests) * costs.gpus_usd_per_s / hours
     )
     points = curve.points()
-    largest = points[-1].num_blocks if points else 0.0
+    largest = points[-1].capacity if points else 0.0
     sizes = wanted or [step for step in _LADDER if step <= 2 * largest] or [_LADDER[0]]
     rows: list[dict[str, Value]] = []
     for num_blocks in sizes:
@@ -134,11 +134,11 @@ def _report(
     knee = curve.knee()
     figures = [
         Figure("requests", "requests", len(trace.requests), as_count),
-        Figure("blocks", "blocks wanted", curve.num_uses, as_count),
+        Figure("blocks", "blocks wanted", curve.total, as_count),
         Figure("distinct_blocks", "distinct blocks", trace.num_blocks, as_count),
         Figure("best_block_hit", "hit rate without end", curve.best_hit_rate(), as_percent),
-        Figure("knee_blocks", "knee of the curve, blocks", None if knee is None else round(knee.num_blocks), as_count),
-        Figure("knee_nbytes", "in bytes", None if knee is None else knee.num_blocks * block_nbytes, as_bytes),
+        Figure("knee_blocks", "knee of the curve, blocks", None if knee is None else round(knee.capacity), as_count),
+        Figure("knee_nbytes", "in bytes", None if knee is None else knee.capacity * block_nbytes, as_bytes),
         Figure("knee_block_hit", "hit rate there", None if knee is None else knee.hit_rate, as_percent),
         Figure("followed_part", "part of the blocks followed", curve.rate, as_percent),
         Figure("hours", "hours of traffic", hours, lambda value: f"{value:.3g}"),

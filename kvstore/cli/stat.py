@@ -13,8 +13,8 @@ from kvstore.cli.finite import SECONDS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--deadline-s", type=SECONDS, default=5.0, show_default=True)
 def stat(*, socket: str | None, as_json: bool, deadline_s: float) -> None:
-    """Show what a running sidecar holds and gave: alarms, tokens hit and missed, bytes by state, drives, other nodes, tenants,
-    queues, counters."""
+    """Show what a running sidecar holds and gave: alarms, tokens hit and missed, what other sizes would hit, bytes by state,
+    drives, other nodes, tenants, queues, counters."""
     from kvstore.client import Client
     from kvstore.fields import fields_of
     from kvstore.proto import kvstore_pb2 as pb
@@ -39,6 +39,7 @@ def _print_tables(stats: Any) -> None:
         console.print(line)
     shown = [
         tables.usage_table(stats.usage),
+        tables.curve_table(stats.capacity_curve),
         tables.tier_table(stats.tiers),
         tables.drive_table(stats.tiers),
         tables.peer_table(stats.peers),

@@ -74,6 +74,17 @@ def since_start(usage: pb.Usage) -> Text:
     return Text.assemble(("all       ", "bold"), asked)
 
 
+def curve_table(curve: pb.CapacityCurve) -> Table:
+    """What other sizes of RAM would have hit."""
+    table = Table("capacity", _right("bytes"), _right("would hit"))
+    if curve.requested_tokens:
+        for each in curve.capacities:
+            name = {"drives": "as the drives", "endless": "without end"}.get(each.capacity, f"{each.capacity} the RAM")
+            table.add_row(name, decimal(each.bytes) if each.bytes else "", f"{each.hit_rate:.1%}")
+        table.caption, table.caption_justify = curve.words, "left"
+    return table
+
+
 def drive_table(tiers: Iterable[pb.TierStats]) -> Table:
     """Drives of all tiers."""
     table = Table("drive", "state", _right("capacity"), "reason")

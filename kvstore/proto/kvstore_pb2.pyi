@@ -113,14 +113,16 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "wish")
+    __slots__ = ("namespace", "keys", "wish", "request_id")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     wish: PlanWish
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class PlanWish(_message.Message):
     __slots__ = ("request_id", "first_needed", "num_tokens", "chunk_tokens", "compute_wait_s", "compute_price", "both_ends", "deadline_s")
@@ -721,6 +723,36 @@ class DirectoryStats(_message.Message):
     age_s: float
     def __init__(self, num_nodes: _Optional[int] = ..., num_entries: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., own_blocks: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., failures: _Optional[int] = ..., resyncs: _Optional[int] = ..., dropped_updates: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
+class CapacityHits(_message.Message):
+    __slots__ = ("capacity", "bytes", "hit_rate")
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    capacity: str
+    bytes: int
+    hit_rate: float
+    def __init__(self, capacity: _Optional[str] = ..., bytes: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
+
+class CapacityCurve(_message.Message):
+    __slots__ = ("requested_tokens", "followed_part", "followed_blocks", "memory_bytes", "capacities", "bytes", "hit_rates", "words")
+    REQUESTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_PART_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITIES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATES_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    requested_tokens: float
+    followed_part: float
+    followed_blocks: int
+    memory_bytes: int
+    capacities: _containers.RepeatedCompositeFieldContainer[CapacityHits]
+    bytes: _containers.RepeatedScalarFieldContainer[float]
+    hit_rates: _containers.RepeatedScalarFieldContainer[float]
+    words: str
+    def __init__(self, requested_tokens: _Optional[float] = ..., followed_part: _Optional[float] = ..., followed_blocks: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., capacities: _Optional[_Iterable[_Union[CapacityHits, _Mapping]]] = ..., bytes: _Optional[_Iterable[float]] = ..., hit_rates: _Optional[_Iterable[float]] = ..., words: _Optional[str] = ...) -> None: ...
+
 class Problem(_message.Message):
     __slots__ = ("problem", "subject", "reason")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -732,7 +764,7 @@ class Problem(_message.Message):
     def __init__(self, problem: _Optional[str] = ..., subject: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers", "usage", "tenants", "histograms", "queues", "removals", "write_budget", "predictions", "problems", "loop_lag_s", "num_expired_leases", "directory", "num_open_requests")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "num_blocks", "num_namespaces", "num_sessions", "num_leases", "counters", "seconds", "peers", "usage", "tenants", "histograms", "queues", "removals", "write_budget", "predictions", "problems", "loop_lag_s", "num_expired_leases", "directory", "capacity_curve", "num_open_requests")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -769,6 +801,7 @@ class StatsReply(_message.Message):
     LOOP_LAG_S_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_CURVE_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
@@ -792,8 +825,9 @@ class StatsReply(_message.Message):
     loop_lag_s: float
     num_expired_leases: int
     directory: DirectoryStats
+    capacity_curve: CapacityCurve
     num_open_requests: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., removals: _Optional[_Iterable[_Union[Removals, _Mapping]]] = ..., write_budget: _Optional[_Union[WriteBudget, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[Problem, _Mapping]]] = ..., loop_lag_s: _Optional[float] = ..., num_expired_leases: _Optional[int] = ..., directory: _Optional[_Union[DirectoryStats, _Mapping]] = ..., num_open_requests: _Optional[int] = ...) -> None: ...
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_namespaces: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., removals: _Optional[_Iterable[_Union[Removals, _Mapping]]] = ..., write_budget: _Optional[_Union[WriteBudget, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., problems: _Optional[_Iterable[_Union[Problem, _Mapping]]] = ..., loop_lag_s: _Optional[float] = ..., num_expired_leases: _Optional[int] = ..., directory: _Optional[_Union[DirectoryStats, _Mapping]] = ..., capacity_curve: _Optional[_Union[CapacityCurve, _Mapping]] = ..., num_open_requests: _Optional[int] = ...) -> None: ...
 
 class ErrorReply(_message.Message):
     __slots__ = ("code", "message", "fields", "retryable", "boot_id")

@@ -27,8 +27,10 @@ NUM_BLOCKS = LOADABLE // BLOCK
 class PlanningClient(Client):
     """For each match a plan to fill all of it from both ends."""
 
-    def match(self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None) -> Match:
-        match = super().match(namespace, keys, wish)
+    def match(
+        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, *, request_id: str = ""
+    ) -> Match:
+        match = super().match(namespace, keys, wish, request_id=request_id)
         assert wish is not None
         assert wish.both_ends
         num_blocks = max(0, match.num_blocks - wish.first_needed)

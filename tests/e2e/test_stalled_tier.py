@@ -54,8 +54,10 @@ class StallingClient(Client):
     pace: Pace | None = None
     plans: list[FetchPlan]
 
-    def match(self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None) -> Match:
-        match = super().match(namespace, keys, wish)
+    def match(
+        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, *, request_id: str = ""
+    ) -> Match:
+        match = super().match(namespace, keys, wish, request_id=request_id)
         assert match.plan is not None
         self.plans.append(match.plan)
         if self.pace is not None:

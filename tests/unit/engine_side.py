@@ -69,8 +69,10 @@ class Client(InProcessClient):
         self.on_drive: set[bytes] = set()
         self.wishes: list[Wish] = []
 
-    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None) -> Match:
-        match = super().match(namespace, keys, wish)
+    def match(
+        self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, *, request_id: str = ""
+    ) -> Match:
+        match = super().match(namespace, keys, wish, request_id=request_id)
         tiers = [TIERS.index("nvme" if key in self.on_drive else "pinned") for key in keys[: match.num_blocks]]
         return match._replace(tiers=bytes(tiers))
 

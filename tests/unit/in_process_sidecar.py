@@ -84,6 +84,7 @@ class InProcessClient:
     calls: list[str] = field(default_factory=list)
     plan: FetchPlan | None = None
     match_wishes: list[MatchWish | None] = field(default_factory=list)
+    match_names: list[str] = field(default_factory=list)
     acquired: list[tuple[bool, int]] = field(default_factory=list)
     released: list[tuple[int, int, float]] = field(default_factory=list)
     reports: list[tuple[tuple, int, float]] = field(default_factory=list)
@@ -99,9 +100,12 @@ class InProcessClient:
         info = self.sidecar.store.open_namespace(self.spec, "")
         self.namespaces = (NamespaceInfo(info.namespace, info.block_nbytes, info.num_blocks, ()),)
 
-    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None) -> Match:
+    def match(
+        self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, *, request_id: str = ""
+    ) -> Match:
         match = self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
         self.match_wishes.append(wish)
+        self.match_names.append(request_id)
         return match if wish is None or self.plan is None else match._replace(plan=self.plan, plan_id=1)
 
     def acquire(

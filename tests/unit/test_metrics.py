@@ -41,6 +41,7 @@ def full_reply() -> pb.StatsReply:
         predictions=[pb.Prediction(kind="fetch", num=4, num_close=3, ratio=1.1)],
         problems=[pb.Problem(problem="disk_full", subject="/mnt/0")],
         directory=pb.DirectoryStats(num_nodes=2),
+        capacity_curve=pb.CapacityCurve(capacities=[pb.CapacityHits(capacity="2x", bytes=9, hit_rate=0.4)]),
         counters=dict.fromkeys([*COUNTERS, *(f"{name}_total" for name in labelled)], 1),
         seconds={
             name.removesuffix("_seconds"): 0.5 for name in METRICS if name.startswith(("predicted", "actual", "saved"))
@@ -97,6 +98,16 @@ def test_labels_are_fixed_sets() -> None:
     assert set(samples["kvstore_missed_tokens_total"]) == {(reason,) for reason in MISSES}
     assert set(samples["kvstore_problem"]) == {(problem,) for problem in PROBLEMS}
     assert samples["kvstore_problem"]["disk_full",] == 1
+
+
+def test_what_other_sizes_would_hit_has_a_label_for_each_of_a_fixed_set() -> None:
+    from kvstore.live_curve import LiveCurve
+    from kvstore.stats_reply import curve_reply
+
+    curve = curve_reply(LiveCurve(), {"pinned": 1 << 30, "nvme": 1 << 34})
+    samples = exported(pb.StatsReply(capacity_curve=curve))["kvstore_capacity_hit_ratio"]
+
+    assert samples == dict.fromkeys([(name,) for name in ("0.5x", "1x", "2x", "4x", "8x", "drives", "endless")], 0.0)
 
 
 def test_histograms_are_cumulative_and_end_with_all() -> None:

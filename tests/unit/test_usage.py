@@ -36,12 +36,13 @@ class Asking:
         take: int | None = None,
         first: int = 0,
         request_id: str = "r",
+        name: str = "",
         now_s: float = 0.0,
         tenant: str = "",
         reason: str = "never_stored",
         **options: Any,
     ) -> int:
-        """The plan's number. `take`: what the plan fetches; None: no wish."""
+        """The plan's number. `take`: what the plan fetches; None: no wish, but a `name` perhaps."""
         missing = {reason: len(KEYS) - len(tiers)} if len(tiers) < len(KEYS) else {}
         if take is None:
             match, wish = Match(len(tiers), tiers), None
@@ -49,7 +50,7 @@ class Asking:
             self.num_plans += 1
             match = Match(len(tiers), tiers, plan(take, **options), self.num_plans)
             wish = MatchWish(request_id, BLOCK * len(KEYS) + 5, first)
-        self.usage.matched(ENGINE, tenant, BLOCK, KEYS, match, missing, wish, now_s)
+        self.usage.matched(ENGINE, tenant, BLOCK, KEYS, match, missing, wish, name, now_s)
         self.usage.check()
         return match.plan_id
 
@@ -152,6 +153,21 @@ def test_a_request_that_asks_again_counts_once(asking: Asking) -> None:
     assert asking.blocks == ({}, {"never_stored": 10})
 
 
+@pytest.mark.parametrize("tiers", [b"", bytes(4)])
+def test_a_request_without_a_plan_that_asks_again_counts_once_by_its_name(asking: Asking, tiers: bytes) -> None:
+    for second in range(3):
+        asking.match(tiers, name="r", now_s=float(second))
+    asking.match(tiers, name="another", now_s=3.0)
+    if tiers:
+        asking.acquire(0, 1, 4, last=4, now_s=3.0)
+        asking.release(1, "loaded", 4)
+    asking.usage.settle_old(3 + REQUEST_SETTLE_S)
+
+    assert asking.usage.total.num_requests == 2
+    assert asking.usage.total.misses["never_stored"] == 2 * (10 - len(tiers)) * BLOCK
+    assert asking.usage.num_open == 0
+
+
 def test_who_does_not_take_it_up_and_who_never_returns(asking: Asking) -> None:
     asking.match(bytes(10), take=10, request_id="a")
     asking.acquire(asking.match(bytes(10), take=10, request_id="b"), 1, 10)
@@ -199,7 +215,7 @@ def test_another_engine_cannot_take_up_the_plan(asking: Asking) -> None:
 def test_open_requests_are_bounded(asking: Asking) -> None:
     usage = asking.usage
     for i in range(MAX_OPEN_REQUESTS + 3):
-        usage.matched(ENGINE, "", BLOCK, KEYS[:1], Match(1, b"\0", plan(1), i + 1), {}, MatchWish(str(i), 17), 0.0)
+        usage.matched(ENGINE, "", BLOCK, KEYS[:1], Match(1, b"\0", plan(1), i + 1), {}, MatchWish(str(i), 17), "", 0.0)
 
     assert usage.num_open == MAX_OPEN_REQUESTS
     assert usage.total.num_requests == 3
