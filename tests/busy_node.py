@@ -107,6 +107,7 @@ class BusyNode:
                 pb.Prediction(kind="prefill", num=9000, num_close=8800, ratio=0.99),
             ],
             problems=problems,
+            capacity_curve=_capacity_curve(),
             loop_lag_s=0.0021,
             num_expired_leases=1,
             num_open_requests=18,
@@ -170,6 +171,33 @@ def _tier(name: str, gib: int, used: float, blocks: int, drives: list[pb.DriveSt
     free = gib * _GIB - sum(nbytes.values())
     return pb.TierStats(
         name=name, capacity_bytes=gib * _GIB, free_bytes=free, ready_blocks=blocks, drives=drives or (), **nbytes
+    )
+
+
+def _capacity_curve() -> pb.CapacityCurve:
+    """64 GiB where 300 would do."""
+
+    def rate(size: float) -> float:
+        return 0.24 + 0.47 * (1 - math.exp(-size / 110 / _GIB))
+
+    named = {"0.5x": 32, "1x": 64, "2x": 128, "4x": 256, "8x": 512, "drives": 1800}
+    sizes = [2.0 ** (step / 2) * _GIB for step in range(25)]
+    return pb.CapacityCurve(
+        requested_tokens=4.1e8,
+        followed_part=0.0004,
+        followed_blocks=4012,
+        memory_bytes=660_000,
+        capacities=[
+            *(
+                pb.CapacityHits(capacity=name, bytes=gib * _GIB, hit_rate=rate(gib * _GIB))
+                for name, gib in named.items()
+            ),
+            pb.CapacityHits(capacity="endless", hit_rate=0.734),
+        ],
+        bytes=sizes,
+        hit_rates=[rate(size) for size in sizes],
+        words="Of the tokens asked for lately, twice the RAM would have hit 56 % instead of 45 %, the drives 71 %, "
+        "and a day's blocks without end 73 %.",
     )
 
 

@@ -1,9 +1,15 @@
-// One chart: areas or lines over time, a legend that tells the values under the cursor, a table behind it.
-// Pointer, touch, or arrow keys move the cursor; away from it the newest values stand there.
+// One chart: areas or lines over an axis (time, or what else is given), a legend that tells the values under the cursor, a table
+// behind it. Pointer, touch, or arrow keys move the cursor; away from it the newest values stand there, or those of `home`.
 
 import { clock } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+
+// An axis: how its values read, where they lie, which are marked, and what moving along it is called.
+const TIME = {
+  name: "Time", along: "through time", text: clock, place: at => at,
+  ticks: (first, last, num) => Array.from({ length: num + 1 }, (_, i) => first + i / num * (last - first)),
+};
 const HEIGHT = 190, TOP = 10, BOTTOM = 22, TABLE_ROWS = 12;
 
 export function make(tag, attributes = {}, ...children) {
@@ -25,11 +31,12 @@ function niceMax(value) {
 }
 
 export class Chart {
-  constructor(figure, { title, note, format, stacked = false, max = null, empty = "Nothing so far." }) {
-    Object.assign(this, { figure, title, format, stacked, fixedMax: max, empty });
-    this.data = { at: [], series: [] };
+  constructor(figure, { title, note, format, stacked = false, max = null, axis = TIME, empty = "Nothing so far." }) {
+    Object.assign(this, { figure, title, format, stacked, fixedMax: max, axis, empty });
+    this.data = { at: [], series: [], marks: [] };
     this.cursor = null;
-    this.caption = make("figcaption", {}, make("h2", {}, title), note ? make("p", { class: "dim" }, note) : null);
+    this.note = make("p", { class: "dim" }, note ?? "");
+    this.caption = make("figcaption", {}, make("h2", {}, title), this.note);
     this.legend = make("ul", { class: "legend" });
     this.when = make("p", { class: "when dim" });
     this.svg = make("svg:svg", { tabindex: "0", role: "img" });
@@ -45,20 +52,23 @@ export class Chart {
     this.svg.addEventListener("keydown", event => this.key(event));
   }
 
-  // series: [{ label, title, color, dashed, values }], values as long as at; a title says more of the label
-  update(at, series) {
-    this.data = { at, series };
+  // series: [{ label, title, color, dashed, values }], values as long as at; a title says more of the label. marks: [{ at, label }],
+  // places on the axis that have a name; home: the index whose values stand in the legend
+  update(at, series, { marks = [], home = at.length - 1 } = {}) {
+    this.data = { at, series, marks };
+    this.home = home;
     if (this.cursor !== null) this.cursor = Math.min(this.cursor, at.length - 1);
     this.draw();
   }
 
   draw() {
-    const width = Math.max(240, this.figure.clientWidth - 36), { at, series } = this.data;
+    const width = Math.max(240, this.figure.clientWidth - 36), { at, series, marks } = this.data;
     const plot = HEIGHT - TOP - BOTTOM;
     const layers = this.layers();
     const top = this.fixedMax ?? niceMax(Math.max(0, ...layers.flatMap(layer => layer.map(pair => pair?.[1] ?? 0))));
-    const first = at[0], last = at[at.length - 1];
-    this.x = index => last > first ? width * (at[index] - first) / (last - first) : width;
+    const first = at[0], last = at[at.length - 1], { place } = this.axis;
+    const across = value => last > first ? width * (place(value) - place(first)) / (place(last) - place(first)) : width;
+    this.x = index => across(at[index]);
     const y = value => TOP + plot * (1 - Math.min(value, top) / top);
     const parts = [], ticks = [];
     for (const share of [0, 0.5, 1]) {
@@ -67,11 +77,16 @@ export class Chart {
     }
     if (last > first) {
       const num = Math.max(2, Math.min(6, Math.floor(width / 110)));
-      for (let i = 0; i <= num; i++) {
-        const place = i / num;
+      for (const value of this.axis.ticks(first, last, num)) {
+        const x = across(value);
         parts.push(make("svg:text", {
-          class: "tick", x: place * width, y: HEIGHT - 6, "text-anchor": i === 0 ? "start" : i === num ? "end" : "middle",
-        }, clock(first + place * (last - first), last - first < 300)));
+          class: "tick", x, y: HEIGHT - 6, "text-anchor": x < 24 ? "start" : x > width - 24 ? "end" : "middle",
+        }, this.axis.text(value, last - first < 300)));
+      }
+      for (const { at: value, label } of marks) {
+        const x = across(value), right = x < width / 2;
+        parts.push(make("svg:line", { class: "mark-line", x1: x, x2: x, y1: TOP, y2: TOP + plot }));
+        ticks.push(make("svg:text", { class: "tick", x: x + (right ? 5 : -5), y: TOP + plot - 6, "text-anchor": right ? "start" : "end" }, label));
       }
     }
     layers.forEach((layer, number) => {
@@ -105,14 +120,14 @@ export class Chart {
   }
 
   tell() {
-    const { at, series } = this.data, index = this.cursor ?? at.length - 1;
+    const { at, series } = this.data, index = this.cursor ?? this.home;
     const items = series.map(({ label, title, color, dashed, values }) => make("li", { title },
       make("span", { class: dashed ? "swatch dashed" : "swatch", vars: { "--c": color }, "aria-hidden": "true" }), make("span", { class: "name" }, label), " ",
       make("b", {}, this.format(values[index] ?? null))));
     this.legend.replaceChildren(...items);
     const said = series.map(({ label, values }) => `${label} ${this.format(values[index] ?? null)}`).join(", ");
-    this.svg.setAttribute("aria-label", `${this.title}${at.length ? ` at ${clock(at[index], true)}` : ""}: ${said || this.empty} Arrow keys move through time.`);
-    this.when.textContent = this.cursor === null ? "" : clock(at[index], true);
+    this.svg.setAttribute("aria-label", `${this.title}${at.length ? ` at ${this.axis.text(at[index], true)}` : ""}: ${said || this.empty} Arrow keys move ${this.axis.along}.`);
+    this.when.textContent = this.cursor === null ? "" : this.axis.text(at[index], true);
     if (this.cross) {
       const shown = this.cursor !== null && at.length > 1;
       this.cross.setAttribute("visibility", shown ? "visible" : "hidden");
@@ -135,7 +150,7 @@ export class Chart {
   }
 
   key(event) {
-    const end = this.data.at.length - 1, now = this.cursor ?? end;
+    const end = this.data.at.length - 1, now = this.cursor ?? this.home;
     const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: end, PageUp: now - 20, PageDown: now + 20, Escape: null }[event.key];
     if (to === undefined || end < 1) return;
     event.preventDefault();
@@ -147,11 +162,11 @@ export class Chart {
     const { at, series } = this.data, step = Math.max(1, Math.ceil(at.length / TABLE_ROWS));
     const rows = [];
     for (let i = at.length - 1; i >= 0; i -= step) {
-      rows.push(make("tr", {}, make("th", { scope: "row" }, clock(at[i], true)), ...series.map(({ values }) => make("td", {}, this.format(values[i])))));
+      rows.push(make("tr", {}, make("th", { scope: "row" }, this.axis.text(at[i], true)), ...series.map(({ values }) => make("td", {}, this.format(values[i])))));
     }
     this.table.replaceChildren(
       make("caption", { class: "hidden" }, this.title),
-      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Time"), ...series.map(({ label }) => make("th", { scope: "col" }, label)))),
+      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, this.axis.name), ...series.map(({ label }) => make("th", { scope: "col" }, label)))),
       make("tbody", {}, ...rows));
   }
 }

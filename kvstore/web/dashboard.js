@@ -26,6 +26,14 @@ const charts = {
   saved: new Chart($("chart-saved"), { title: "GPU time saved", note: "seconds a second", format: value => value === null ? "–" : value.toFixed(value < 10 ? 2 : 0), stacked: true }),
   missed: new Chart($("chart-missed"), { title: "Tokens missed, by reason", format: perSecond, stacked: true, empty: "None in this time." }),
   moved: new Chart($("chart-moved"), { title: "Bandwidth", note: "by tier and direction", format: rate, empty: "No transfer in this time." }),
+  capacity: new Chart($("chart-capacity"), { title: "Hit rate by size of RAM", format: percent, max: 1, axis: {
+    name: "RAM", along: "through sizes", text: bytes, place: Math.log2,
+    ticks: (first, last, num) => {
+      const step = Math.ceil(Math.log2(last / first) / num), sizes = [];
+      for (let size = first; size <= last * 1.001; size *= 2 ** step) sizes.push(size);
+      return sizes;
+    },
+  } }),
   removed: new Chart($("chart-removed"), { title: "Blocks given up", format: perSecond, stacked: true, empty: "None in this time." }),
 };
 
@@ -132,6 +140,7 @@ function draw() {
   drawAlarms(now.alarms);
   drawTiles(stats);
   drawCharts();
+  drawCapacity(stats);
   drawTiers(stats.tiers);
   drawPrefixes(now.hot_prefixes);
   drawTenants(stats.tenants);
@@ -209,6 +218,19 @@ function drawCharts() {
     const [where, reason] = name.split(".");
     return { label: `${reason} from ${tier(where)}`, color: reason === "evicted" ? color(where) : reasonColor(reason, i + 1), values };
   }));
+}
+
+// What other sizes of RAM would have hit of the tokens asked for lately (kvstore/live_curve.py).
+function drawCapacity({ capacity_curve: curve }) {
+  const sizes = curve.bytes, of = Object.fromEntries(curve.capacities.map(each => [each.capacity, each]));
+  charts.capacity.note.textContent = curve.words.replaceAll(" %", "\u202f%");
+  if (!curve.requested_tokens || !sizes.length) { charts.capacity.update(sizes, []); return; }
+  const nearest = sizes.reduce((best, size, i) => Math.abs(Math.log2(size / of["1x"].bytes)) < Math.abs(Math.log2(sizes[best] / of["1x"].bytes)) ? i : best, 0);
+  const marks = [["1x", "RAM now"], ["drives", "drives"]].filter(([name]) => of[name]).map(([name, label]) => ({ at: of[name].bytes, label }));
+  charts.capacity.update(sizes, [
+    { label: "with so much RAM", color: "var(--pinned)", values: curve.hit_rates },
+    { label: "without end", title: "everything that was used in a day", color: "var(--other)", dashed: true, values: sizes.map(() => of.endless.hit_rate) },
+  ], { marks, home: nearest });
 }
 
 function drawTiers(tiers) {

@@ -98,6 +98,26 @@ def test_figures_move_while_engines_work_and_are_the_same_everywhere_at_rest(sho
     assert "%" in shown.browser.evaluate("document.querySelector('.tile .value').textContent")
 
 
+def test_the_capacity_curve_says_what_stats_say(shown: Shown) -> None:
+    """Behind the load of the test before."""
+    show(shown)
+    browser = shown.browser
+    browser.wait_for("document.querySelectorAll('#chart-capacity path').length == 2")
+    with tool(shown.sidecar) as client:
+        curve = client.stats().capacity_curve
+    now = {each.capacity: each.hit_rate for each in curve.capacities}["1x"]
+
+    assert 0 < now < 1
+    shown_words = browser.evaluate("document.querySelector('#chart-capacity figcaption p').textContent")
+    assert shown_words.replace("\u202f", " ") == curve.words
+    legend = browser.evaluate("document.querySelector('#chart-capacity .legend b').textContent")
+    assert abs(float(legend.rstrip("\u2009%")) / 100 - now) < 0.006
+    label = browser.evaluate("document.querySelector('#chart-capacity svg').getAttribute('aria-label')")
+    assert label.startswith("Hit rate by size of RAM at 24")
+    marks = browser.evaluate("document.querySelectorAll('#chart-capacity .mark-line').length")
+    assert marks == 2  # RAM and drives
+
+
 @pytest.mark.parametrize("theme", ["dark", "light"])
 @pytest.mark.parametrize("screen", SCREENS)
 def test_it_fits_any_screen_and_can_be_read_in_both_themes(shown: Shown, screen: str, theme: str) -> None:
