@@ -5,6 +5,7 @@ import uuid
 from kvstore.client import Client
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
+from kvstore.core.traces import Tracer
 from kvstore.engine_connector.protocol import Connector, FetchPolicy, HandOver
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
@@ -19,10 +20,12 @@ def open_connector(
     tenant: str = "",
     hand_over: HandOver | None = None,
     fetch: str = FetchPolicy.PLANNED,
+    tracer: Tracer | None = None,
 ) -> Connector:
     """Connect to the sidecar at `socket_path` (default: where `kvstore serve` listens). An absent sidecar is no error:
     the engine runs without, and with it as soon as it answers. `hand_over`: this instance's part in handing prompts over.
-    `fetch`: "planned", "always" or "never" (protocol.FetchPolicy); ConfigError for anything else."""
+    `fetch`: "planned", "always" or "never" (protocol.FetchPolicy); ConfigError for anything else. `tracer` (kvstore/tracing.py)
+    is the caller's."""
     policy = FetchPolicy.named(fetch)
     client = Client(socket_path, instance=uuid.uuid4().bytes, role=BOTH, tenant=tenant, specs=[spec])
     session = StoreSession(client)
@@ -33,5 +36,6 @@ def open_connector(
         clock=MonotonicClock(),
         hand_over=hand_over,
         fetch=policy,
+        tracer=tracer,
     )
     return Connector(scheduler, StoreWorkerSide(session))

@@ -150,6 +150,11 @@ class Request(Protocol):
         ...
 
     @property
+    def traceparent(self) -> str:
+        """Of the request's span (kvstore/core/traces.py); "" when it is not traced."""
+        ...
+
+    @property
     def tail_hash(self) -> bytes:
         """HashScheme.tail_hash of the prompt's tokens behind its last full block; b"" when there are none, or when this engine
         hands nothing over."""

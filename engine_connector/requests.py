@@ -34,6 +34,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvstore.core.plans import FetchPlan
+from kvstore.core.traces import Span
 
 
 class Prefetch(enum.Enum):
@@ -56,6 +57,7 @@ class PendingLoad:
     in_ram: bool = False  # all of them, when they were leased
     by_layers: bool = False
     from_back: bool = False
+    span: Span | None = None  # of a traced request's load
 
 
 @dataclass(slots=True)

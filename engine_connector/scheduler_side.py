@@ -17,6 +17,7 @@ from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
 from kvstore.core.plans import FetchPlan, MatchWish
+from kvstore.core.traces import Span, Tracer
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
@@ -32,7 +33,7 @@ from kvstore.engine_connector.recent_sessions import RecentSessions
 from kvstore.engine_connector.requests import Offer, PendingLoad, PendingSave, PinWish, Prefetch, RequestState
 from kvstore.engine_connector.session import Link, StoreSession
 from kvstore.engine_connector.step_times import StepTimes
-from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED
+from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +64,11 @@ class StoreSchedulerSide:
         fetch: FetchPolicy = FetchPolicy.PLANNED,
         chunk_tokens: int = 0,
         load_deadline_s: float = LOAD_DEADLINE_S,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`chunk_tokens`: what the engine computes of a prompt at a time; 0: all, or not known."""
+        """`chunk_tokens`: what the engine computes of a prompt at a time; 0: all, or not known. `tracer` is the caller's."""
         assert block_tokens > 0
+        self._tracer = tracer
         self._fetch = fetch
         self._chunk_tokens = chunk_tokens
         self._uses_both_ends = False
@@ -102,7 +105,11 @@ class StoreSchedulerSide:
         planned = self._fetch is FetchPolicy.PLANNED and not has_tail
         wish = self._wish(request, first) if planned else None
         name = _wire_name(request)
-        match = self._session.ask(link, lambda client, link: client.match(link.namespace, keys, wish, request_id=name))
+        traceparent = "" if self._tracer is None else request.traceparent
+        match = self._session.ask(
+            link,
+            lambda client, link: client.match(link.namespace, keys, wish, request_id=name, traceparent=traceparent),
+        )
         if match is not None and match.plan is not None:
             self._planning_link = link
         if match is None or match.num_blocks <= first:
@@ -130,22 +137,29 @@ class StoreSchedulerSide:
         from_back = plan is not None and plan.both_ends
         link, wire_id, started_s = self._session.link, str(next(self._wire_ids)), self._clock.now_s()
         boot_id = b"" if link is None else link.boot_id
+        span = self._load_span(request, started_s)
         grant = self._session.ask(
             link,
             lambda client, link: client.acquire(
-                wire_id, link.namespace, keys, first_needed=first, from_back=from_back, plan_id=plan_id
+                wire_id,
+                link.namespace,
+                keys,
+                first_needed=first,
+                from_back=from_back,
+                plan_id=plan_id,
+                traceparent=span.traceparent if span else "",
             ),
         )
         pages = tuple(block_ids[first:last])
         if grant is None or grant.lease_id == 0:
-            state.load = PendingLoad(0, boot_id, pages, started_s)
+            state.load = PendingLoad(0, boot_id, pages, started_s, span=span)
             self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
             return
         num_granted = grant.num_blocks - first
         moves = tuple(map(BlockMove, pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
         assert len(moves) == num_granted == len(grant.offsets) == len(grant.generations)
         in_ram = all(grant.ready) and num_granted == len(pages)
-        state.load = PendingLoad(grant.lease_id, boot_id, pages, started_s, in_ram=in_ram)
+        state.load = PendingLoad(grant.lease_id, boot_id, pages, started_s, in_ram=in_ram, span=span)
         deadline_s = min(self._load_deadline_s, grant.expires_in_s)
         if plan is not None and not from_back and plan.deadline_s > 0:
             deadline_s = min(deadline_s, plan.deadline_s)
@@ -440,12 +454,27 @@ class StoreSchedulerSide:
             state.load = None
 
     def _release(self, load: PendingLoad, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
+        if load.span is not None:
+            load.span.end(
+                {
+                    "kvstore.blocks": len(load.block_ids),
+                    "kvstore.blocks_loaded": num_loaded,
+                    "kvstore.both_ends": load.from_back,
+                    "kvstore.outcome": Outcome.Name(outcome).lower(),
+                }
+            )
         link = self._session.link
         if load.lease_id and link is not None and load.boot_id == link.boot_id:
             self._session.ask(
                 link,
                 lambda client, _: client.release(load.lease_id, outcome, num_loaded=num_loaded, seconds=seconds),
             )
+
+    def _load_span(self, request: Request, at_s: float) -> Span | None:
+        """From Acquire until the worker's report, if the request is traced."""
+        if self._tracer is None or not request.traceparent:
+            return None
+        return self._tracer.start("kvstore.load", request.traceparent, at_s=at_s, kind="client")
 
     # --- both ----------------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from kvstore.engine_connector.vllm_requests import VllmRequests
 from kvstore.engine_connector.worker_side import StoreWorkerSide
 from kvstore.kernels.paged import PagedCache
 from kvstore.proto.kvstore_pb2 import SCHEDULER, WORKER
+from kvstore.tracing import open_tracer
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -57,7 +58,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvstore.otel import OtelTracer
+
 logger = logging.getLogger(__name__)
+
+_FLUSH_S = 2.0  # for spans that are still to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._instance = instance_of(str(transfer.engine_id), vllm_config.instance_id)
         self._requests: VllmRequests | None = None
         self._worker: _WorkerRole | None = None
+        self._tracer: OtelTracer | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -103,6 +109,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._requests.close()
         if self._worker is not None:
             self._worker.close()
+        if self._tracer is not None:
+            self._tracer.close(_FLUSH_S)
 
     # --- scheduler -------------------------------------------------------------------------------------------------------
 
@@ -120,12 +128,15 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         )
         session = StoreSession(client)
         session.start()
+        if self._settings.trace:
+            self._tracer = open_tracer("kvstore-connector")
         side = StoreSchedulerSide(
             session,
             block_tokens=spec.block_tokens,
             clock=MonotonicClock(),
             fetch=self._settings.fetch,
             chunk_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            tracer=self._tracer,
         )
         self._requests = VllmRequests(side)
 

@@ -26,10 +26,11 @@ class ConnectorSettings(NamedTuple):
     socket: str | None = None
     tenant: str = ""
     fetch: FetchPolicy = FetchPolicy.PLANNED
+    trace: bool = False  # send spans of requests that vLLM traces (kvstore/tracing.py)
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> "ConnectorSettings":
-        """Raises ConfigError for an unknown key, a value that is not text, or an unknown policy."""
+        """Raises ConfigError for an unknown key, a value of the wrong kind, or an unknown policy."""
         for name, value in extra.items():
             if name not in cls._fields:
                 raise ConfigError(
@@ -37,9 +38,10 @@ class ConnectorSettings(NamedTuple):
                     field=name,
                     value=str(value),
                 )
-            if not isinstance(value, str):
+            kind, called = (bool, "true or false") if name == "trace" else (str, "text")
+            if not isinstance(value, kind):
                 raise ConfigError(
-                    f"kv_connector_extra_config.{name}: {value!r} is not text", field=name, value=str(value)
+                    f"kv_connector_extra_config.{name}: {value!r} is not {called}", field=name, value=str(value)
                 )
         settings = cls(**extra)  # type: ignore[arg-type]  # checked above
         return settings._replace(fetch=FetchPolicy.named(settings.fetch))

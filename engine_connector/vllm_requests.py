@@ -14,9 +14,10 @@ A request is usable while its hashes name its KV: never for some (is_cacheable),
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvstore.core.traces import read_traceparent
 from kvstore.engine_connector.protocol import (
     CacheOptions,
     ConnectorMetadata,
@@ -41,6 +42,7 @@ class VllmRequest(Protocol):
     lora_request: Any
     resumable: bool
     skip_reading_prefix_cache: bool
+    trace_headers: Mapping[str, str] | None
 
 
 class BlockTables(Protocol):
@@ -94,6 +96,11 @@ class TrackedRequest:
     def tail_hash(self) -> bytes:
         """See protocol.Request. vLLM hashes full blocks only."""
         return b""
+
+    @property
+    def traceparent(self) -> str:
+        """See protocol.Request. vLLM keeps the headers that came with the request, where its own tracing is on."""
+        return read_traceparent((self._request.trace_headers or {}).get("traceparent", ""))
 
     @property
     def num_tokens(self) -> int:

@@ -173,15 +173,23 @@ class Client:
             self._take_hello(reply)
 
     def match(
-        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, *, request_id: str = ""
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes] | bytes,
+        wish: MatchWish | None = None,
+        *,
+        request_id: str = "",
+        traceparent: str = "",
     ) -> Match:
         """Length of the longest READY prefix of `keys`, and where each block lies; with a `wish`, which only engines have, also
-        how much of it is worth fetching. Owns nothing. `request_id` names the request where no wish does."""
+        how much of it is worth fetching. Owns nothing. `request_id` names the request where no wish does; `traceparent` is of
+        the span that this belongs to (core/traces.py)."""
         request = pb.MatchRequest(
             namespace=namespace,
             keys=_packed(keys),
             wish=None if wish is None else pb.PlanWish(**wish._asdict()),
             request_id=request_id,
+            traceparent=traceparent,
         )
         reply = self._call(Verb.MATCH, request, pb.MatchReply)
         plan = _plan(reply.plan) if reply.HasField("plan") else None
@@ -197,9 +205,10 @@ class Client:
         ttl_s: float = 0.0,
         from_back: bool = False,
         plan_id: int = 0,
+        traceparent: str = "",
     ) -> Acquired:
         """Lease the READY prefix of `keys` from `first_needed` on, for reading. What lies on drives is read `from_back` to
-        front, or in order. `plan_id`: of the plan that this carries out."""
+        front, or in order. `plan_id`: of the plan that this carries out. `traceparent` as in match."""
         request = pb.AcquireRequest(
             request_id=request_id,
             namespace=namespace,
@@ -208,6 +217,7 @@ class Client:
             ttl_s=ttl_s,
             order=pb.BACK if from_back else pb.FRONT,
             plan_id=plan_id,
+            traceparent=traceparent,
         )
         reply = self._call(Verb.ACQUIRE, request, pb.AcquireReply)
         return Acquired(

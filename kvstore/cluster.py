@@ -23,12 +23,13 @@ from kvstore.config import Config
 from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError, KVStoreError, RemoteProtocolError
 from kvstore.core.events import BlockRemoved, BlockStored, Event
-from kvstore.core.loans import FetchDone
+from kvstore.core.loans import Fetch, FetchDone
 from kvstore.lending import Lender
 from kvstore.mover import Mailbox
 from kvstore.peer_identity import Identity
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.replication import Invitation, Replication
+from kvstore.request_traces import RequestTraces
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
 from kvstore.transport.block_log import Cursor
@@ -62,7 +63,15 @@ class _Question(NamedTuple):
 class Cluster:
     """Peers, links and directory of one sidecar. Made and opened before the store, which it is told of by `join`."""
 
-    def __init__(self, config: Config, arena: Arena, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arena: Arena,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        traces: RequestTraces | None = None,
+    ) -> None:
+        self._traces = traces
         self._config = config
         self._arena = arena
         self._loop = loop
@@ -143,7 +152,10 @@ class Cluster:
         self._pump_due = False
         orders = self._store.take_fetches()
         if orders.fetches:
-            self._mover.submit(orders.fetches)
+            fetches: Sequence[Fetch] = orders.fetches
+            if self._traces is not None:
+                fetches = self._traces.fetching(fetches, self._clock.now_s())
+            self._mover.submit(fetches)
         if orders.cancels:
             self._mover.cancel(orders.cancels)
         self._announcer.tell()
@@ -223,6 +235,8 @@ class Cluster:
 
     def _take_fetched(self, done: list[FetchDone]) -> None:
         assert self._store is not None
+        if self._traces is not None:
+            self._traces.fetched(done, self._clock.now_s())
         self._store.finish_fetches(done, self._clock.now_s())
         self.pump()
 

@@ -156,6 +156,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _doc("port of the dashboard (/), /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)
     ] = 0
     metrics_host: Annotated[str, _doc("address that the metrics port is bound to")] = "127.0.0.1"
+    trace: Annotated[
+        bool, _doc("send spans of requests that come with a trace context to the collector that OTEL_* variables name")
+    ] = False
     log_level: Annotated[str, _doc("what is logged", choices=_LOG_LEVELS)] = "info"
     log_format: Annotated[str, _doc("how: lines of name=value, or a JSON object a line", choices=_LOG_FORMATS)] = (
         "keyvalue"

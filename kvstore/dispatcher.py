@@ -34,6 +34,7 @@ from kvstore.core.limits import (
     PEER_LEASE_TTL_S,
 )
 from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo, ReadGrant
+from kvstore.core.traces import Attributes
 from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
 from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
 from kvstore.live_curve import LiveCurve
@@ -41,6 +42,7 @@ from kvstore.mover import Mover, NoMover
 from kvstore.peer_identity import proof as peer_proof
 from kvstore.plan_messages import check_copy, outcome_name, read_samples, read_wish, record_reply
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.request_traces import RequestTraces
 from kvstore.sessions import Peer, Session, Sessions
 from kvstore.stats_reply import stats_reply
 from kvstore.store import Store
@@ -103,7 +105,9 @@ class Dispatcher:
         on_leases_changed: Callable[[], None] = lambda: None,
         mover: Mover | NoMover | None = None,
         cluster: Cluster | NoCluster | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._store = store
         self._sessions = sessions
         self._arena = arena
@@ -233,6 +237,8 @@ class Dispatcher:
             now_s,
             borrow=False,
         )
+        if self._traces is not None and request.traceparent:
+            self._trace_lease("kvstore.lend", request.traceparent, grant, now_s)
         if grant.lease_id:
             self._store.meters.transfer("peer", "write", len(grant.slots.offsets) * grant.block_nbytes, None)
         self._on_leases_changed()
@@ -241,6 +247,8 @@ class Dispatcher:
 
     def give_back(self, session: Session, lease_id: int) -> None:
         """A loan that came to nothing."""
+        if self._traces is not None:
+            self._traces.released(lease_id, "not lent", 0)
         self._store.release(session.holder, lease_id, self._clock.now_s())
         self.pump()
 
@@ -273,7 +281,7 @@ class Dispatcher:
             self.advisor,
             self._mover,
             self._cluster,
-            self.counters,
+            {**self.counters, **_span_counters(self._traces)},
             now_s,
             boot_id=self._boot_id,
             uptime_s=now_s - self._started_s,
@@ -300,6 +308,9 @@ class Dispatcher:
             reply.plan.CopyFrom(pb.Plan(plan_id=match.plan_id, **match.plan._asdict()))
         if session.holder.instance and session.role != pb.PEER:
             self._count_match(session, request, keys, wish, match, now_s)
+        if self._traces is not None and request.traceparent:
+            record = next(self.advisor.records("", None)) if wish is not None else None
+            self._traces.matched(request.traceparent, match.num_blocks, record, now_s)
         return reply
 
     def _count_match(  # noqa: PLR0917 - likewise
@@ -389,6 +400,9 @@ class Dispatcher:
             grant.ready,
             now_s,
         )
+        if self._traces is not None and request.traceparent:
+            about: Attributes = {"kvstore.tenant": session.tenant, "kvstore.plan.id": request.plan_id}
+            self._trace_lease("kvstore.fetch", request.traceparent, grant, now_s, about)
         logger.debug(
             "leased request=%s plan=%d lease=%d blocks=%d on_their_way=%d",
             request.request_id,
@@ -428,6 +442,8 @@ class Dispatcher:
         )
         ended = session.holder.instance, request.lease_id, outcome, request.num_loaded, request.seconds
         self.advisor.released(*ended)
+        if self._traces is not None:
+            self._traces.released(request.lease_id, outcome, request.num_loaded)
         loaded_nbytes = self.usage.released(*ended, self._store.num_awaited(request.lease_id))
         if loaded_nbytes:
             self._store.meters.transfer(_PINNED, "read", loaded_nbytes, request.seconds or None)
@@ -582,6 +598,12 @@ class Dispatcher:
     def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:
         return self.stats()
 
+    def _trace_lease(
+        self, name: str, traceparent: str, grant: ReadGrant, since_s: float, about: Attributes | None = None
+    ) -> None:
+        assert self._traces is not None
+        self._traces.leased(name, traceparent, grant, about or {}, since_s=since_s, now_s=self._clock.now_s())
+
     # --- who may ------------------------------------------------------------------------------------------------------
 
     def _anyone(self, _session: Session) -> None:
@@ -695,6 +717,11 @@ def _read_spec(encoded: bytes) -> KVSpec:
         return KVSpec.from_canonical(encoded)
     except RecursionError as err:
         raise SpecMismatch("spec: nested too deeply to be one", field="spec", value=len(encoded)) from err
+
+
+def _span_counters(traces: RequestTraces | None) -> dict[str, int]:
+    counts = traces.counts() if traces is not None else {}
+    return {f"trace_spans_{result}_total": count for result, count in counts.items()}
 
 
 def _namespace_reply(info: NamespaceInfo) -> pb.NamespaceReply:

@@ -149,6 +149,12 @@ METRICS = {
     "calls": Family("counter", ("verb",), "Requests served or refused.", "dispatcher"),
     "errors": Family("counter", ("code",), "Requests answered with an error.", "dispatcher"),
     "crashes": Family("counter", (), "Requests that met a bug of ours.", "dispatcher"),
+    "trace_spans": Family(
+        "counter",
+        ("result",),
+        "Spans, where tracing is on: exported; dropped, since the queue was full; failed, since the collector took them not.",
+        "otel",
+    ),
     "declined_blocks": Family(
         "counter", ("reason",), "Blocks that were offered and not taken (puts dropped).", "store"
     ),
@@ -158,7 +164,7 @@ METRICS = {
     "failed_fetches": Family("counter", ("reason",), "Blocks that did not come from another node.", "borrowing"),
 }
 _LABELLED = re.compile(
-    r"(calls|errors|declined_blocks|skipped_writes|failed_reads|failed_writes|failed_fetches|nvme_problems)_(\w+)_total"
+    r"(calls|errors|declined_blocks|skipped_writes|failed_reads|failed_writes|failed_fetches|nvme_problems|trace_spans)_(\w+)_total"
 )
 _UNLABELLED = {
     name.removesuffix("_total"): Family("counter", (), text, "store, spill, borrowing")

@@ -22,6 +22,7 @@ from kvstore.core.errors import ConfigError, Overloaded
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import MAX_REPORTS_PER_TURN, MAX_TOUCHES_PER_TURN, RECENCY_FLUSH_S, RESTORE_SLICE_BLOCKS
 from kvstore.core.moves import Forget, Move, MoveDone, MoveProblem, Touch
+from kvstore.request_traces import RequestTraces
 from kvstore.store import Store
 
 if TYPE_CHECKING:
@@ -180,7 +181,9 @@ class Mover:
         on_recovered: "Callable[[Recovered], None]",
         wall_s: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
+        traces: RequestTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._store = store
         self._tier = tier
         self._moved = moved
@@ -226,6 +229,8 @@ class Mover:
             self._tier.hasten(orders.hastens)
         if orders.moves:
             self._num_in_flight += len(orders.moves)
+            if self._traces is not None:
+                self._traces.ordered(orders.moves, self._clock.now_s())
             self._tier.submit(orders.moves)
         if orders.cancels:
             self._tier.cancel(orders.cancels)
@@ -276,6 +281,8 @@ class Mover:
 
     def _take_moved(self, done: list[MoveDone]) -> None:
         self._num_in_flight -= len(done)
+        if self._traces is not None:
+            self._traces.moved(done, self._clock.now_s())
         self._store.finish_moves(done, self._clock.now_s())
         self.pump()
         if not self._num_in_flight:

@@ -293,6 +293,7 @@ class PeerMover:
             keys=b"".join(fetch.keys),
             first_needed=fetch.first,
             deadline_s=deadline_s * _LEND_FRACTION,
+            traceparent=fetch.traceparent,
         )
         try:
             reply = control.lend(request, deadline_s)

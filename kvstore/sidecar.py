@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -36,6 +37,7 @@ from kvstore.loop_calls import call_on_loop
 from kvstore.loop_lag import LagTimer
 from kvstore.mover import Mailbox, Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.request_traces import RequestTraces
 from kvstore.server import LocalServer
 from kvstore.sessions import Sessions
 from kvstore.socket_path import SocketPath
@@ -48,6 +50,7 @@ from kvstore.tiers.striped import StripedSlots
 
 if TYPE_CHECKING:
     from kvstore.grpc_server import GrpcServer
+    from kvstore.otel import OtelTracer
     from kvstore.tiers.nvme.file import BlockFile
     from kvstore.tiers.nvme.recovery import Recovered
 
@@ -98,8 +101,10 @@ class Sidecar:
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         config = self._config
         drives = _Drives(config, arena, loop, self._open_file) if config.nvme else None
+        tracer = await asyncio.to_thread(_open_tracer, config)
+        traces = RequestTraces(tracer) if tracer else None
         events = await self._open_events(loop)
-        cluster = await self._open_cluster(arena, loop)
+        cluster = await self._open_cluster(arena, loop, traces)
         slots = SegmentedSlots(
             arena.nbytes, segment_bytes=arena.segment_bytes, generations=SharedGenerations(arena.generations)
         )
@@ -117,7 +122,7 @@ class Sidecar:
         if events:
             events.join(store)
         announce = _to_both(cluster.announce_all, events.announce_all) if events else cluster.announce_all
-        mover = drives.mover(store, loop, self._clock, announce) if drives else NoMover()
+        mover = drives.mover(store, loop, self._clock, announce, traces) if drives else NoMover()
         sessions = Sessions(store, loop=loop, clock=self._clock, unverified_drain_s=config.unverified_drain_s)
         expiry = _ExpiryTimer(store, loop, self._clock)
         dispatcher = Dispatcher(
@@ -130,6 +135,7 @@ class Sidecar:
             on_leases_changed=expiry.arm,
             mover=mover,
             cluster=cluster,
+            traces=traces,
         )
         expiry.pump = dispatcher.pump
         lag = LagTimer(loop, self._clock, store.meters.lag)
@@ -162,12 +168,16 @@ class Sidecar:
                 logger.warning("something still reads into the arena over a link; it stays mapped until the end")
             await mover.stop(max(_MIN_CLOSE_S, self._stop_by_s - loop.time()))
             await asyncio.to_thread(faulting.join, STOP_DEADLINE_S)
+            if tracer:
+                await asyncio.to_thread(tracer.close, _MIN_CLOSE_S)
 
-    async def _open_cluster(self, arena: Arena, loop: asyncio.AbstractEventLoop) -> Cluster | NoCluster:
+    async def _open_cluster(
+        self, arena: Arena, loop: asyncio.AbstractEventLoop, traces: RequestTraces | None
+    ) -> Cluster | NoCluster:
         """Links listen before there is anything to lend."""
         if not (self._config.peers or self._config.directory):
             return NoCluster()
-        cluster = Cluster(self._config, arena, loop, self._clock)
+        cluster = Cluster(self._config, arena, loop, self._clock, traces)
         await asyncio.to_thread(cluster.open)
         return cluster
 
@@ -276,7 +286,14 @@ class _Drives:
         ]
         self.slots = StripedSlots(self._each)
 
-    def mover(self, store: Store, loop: asyncio.AbstractEventLoop, clock: Clock, announce: Callable[[], None]) -> Mover:
+    def mover(
+        self,
+        store: Store,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        announce: Callable[[], None],
+        traces: RequestTraces | None,
+    ) -> Mover:
         """Between the store and the tier. `announce` tells others what the drives have, once it can be found."""
 
         def on_recovered(recovered: "Recovered") -> None:
@@ -291,6 +308,7 @@ class _Drives:
             loop=loop,
             clock=clock,
             on_recovered=on_recovered,
+            traces=traces,
         )
 
     def _on_recovered(self, recovered: "Recovered") -> None:
@@ -307,6 +325,14 @@ def _to_both(one: Callable[P, None], other: Callable[P, None]) -> Callable[P, No
         other(*args, **kwargs)
 
     return call
+
+
+def _open_tracer(config: Config) -> "OtelTracer | None":
+    if not config.trace:
+        return None
+    from kvstore.tracing import open_tracer
+
+    return open_tracer("kvstore", **{"service.instance.id": config.node_id or socket.gethostname()})
 
 
 def _spill_policy(config: Config) -> SpillPolicy:

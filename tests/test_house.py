@@ -36,6 +36,7 @@ BRAINS = (
     "tier_speed",
     "planner",
     "plan_log",
+    "request_traces",
     "advisor",
     "store",
     "directory",

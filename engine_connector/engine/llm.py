@@ -19,6 +19,7 @@ from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
 from kvstore.core.layout import BlockLayout
+from kvstore.core.traces import Tracer
 from kvstore.engine_connector.engine import checks
 from kvstore.engine_connector.engine.admission import Admission
 from kvstore.engine_connector.engine.block_manager import BlockManager
@@ -29,6 +30,7 @@ from kvstore.engine_connector.engine.no_store import no_store
 from kvstore.engine_connector.engine.options import RequestOptions
 from kvstore.engine_connector.engine.output_text import OutputText
 from kvstore.engine_connector.engine.outputs import EngineStats, RequestOutput, TokenDelta, output_of
+from kvstore.engine_connector.engine.request_spans import RequestSpans
 from kvstore.engine_connector.engine.runner import Runner
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.scheduler import Scheduler, SchedulerConfig
@@ -105,6 +107,7 @@ class LLM:
         both_ends: bool = True,
         device: str = "cpu",
         clock: Clock | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         checks.check_numbers(
             num_pages=num_pages,
@@ -154,6 +157,7 @@ class LLM:
         )
         self._max_batch = max_batch
         self._admission = Admission(max_waiting)
+        self._spans = None if tracer is None else RequestSpans(tracer)
         self._live: dict[str, _Live] = {}
         self._deltas: list[TokenDelta] = []  # of requests of add_request, for the next step()
         self._arrivals = itertools.count()
@@ -224,6 +228,7 @@ class LLM:
                 indices = [sequence.index] if sequence.num_samples == 1 else range(live.num_samples)
                 self._scheduler.abort(sequence)
                 live.outputs |= {index: output_of(sequence, index) for index in indices}
+                self._end_spans(live, sequence)
         self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         return next(output for _, output in sorted(live.outputs.items()) if output.finish_reason is FinishReason.ABORT)
 
@@ -331,6 +336,8 @@ class LLM:
         num_admitted = self._scheduler.num_admitted
         step = self._scheduler.schedule()
         self._boot_id = step.meta.boot_id
+        if self._spans is not None:
+            self._spans.scheduled(step, self._clock.now_s())
         waits = (self._scheduler.has_unfinished or self.is_draining) and not self._scheduler.fills_next
         try:
             result = self._runner.execute(step, idle_wait_s=IDLE_WAIT_S if waits else 0.0)
@@ -348,6 +355,8 @@ class LLM:
         """The token that a sequence has got."""
         if sequence.first_token_s is None:
             sequence.first_token_s = self._clock.now_s()
+            if self._spans is not None:
+                self._spans.first_token(sequence, sequence.first_token_s)
         self._put(
             TokenDelta(
                 request_id=sequence.group_id,
@@ -374,8 +383,17 @@ class LLM:
         (self._deltas if live.inbox is None else live.inbox).append(delta)
         if delta.output is not None:
             live.outputs[delta.index] = delta.output
+            self._end_spans(live, sequence)
             if live.ended:
                 del self._live[live.request_id]
+
+    def _end_spans(self, live: _Live, sequence: EngineSequence) -> None:
+        """One of its sequences has ended."""
+        if self._spans is not None:
+            now_s = self._clock.now_s()
+            self._spans.sample_ended(sequence, now_s)
+            if live.ended:
+                self._spans.ended(live.request_id, live.samples.values(), now_s)
 
     def _stream(
         self, token_ids: list[int], params: SamplingParams, options: RequestOptions | None
@@ -424,6 +442,8 @@ class LLM:
             raise ConfigError(
                 f"request_id: {request_id!r} is in use; choose another", field="request_id", value=request_id
             )
+        if self._spans is not None:
+            self._spans.begin(sequence, sequence.options.traceparent)
         self._scheduler.add(sequence)
         self._live[request_id] = _Live(request_id, params.n, {0: sequence}, inbox)
         return self._live[request_id]

@@ -23,6 +23,7 @@ class RequestOptions:
     priority: int = 0  # lower is sooner, as in vLLM; then the older one
     load_failure: LoadFailure = "recompute"
     cache: CacheOptions = field(default_factory=CacheOptions)
+    traceparent: str = ""  # of the span that the request belongs to (kvstore/core/traces.py); "" begins a trace
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

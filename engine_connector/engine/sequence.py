@@ -105,7 +105,9 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     logit_gaps: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    started_s: float | None = None  # when a traced request was first computed
     first_token_s: float | None = None
+    traceparent: str = ""  # of the request's span
     finish_reason: FinishReason | None = None
     error: str | None = None
     counts: Counts = field(default_factory=Counts)
@@ -177,6 +179,7 @@ class Sequence:
             options=self.options,
             group_id=self.group_id,
             index=index,
+            traceparent=self.traceparent,
             status=self.status,
             block_ids=list(self.block_ids),
             num_computed_tokens=self.num_computed_tokens,

@@ -16,12 +16,14 @@ from kvstore.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstore.core.keys import KVSpec
+    from kvstore.core.traces import Tracer
     from kvstore.engine_connector.engine.api_server.server import ApiServer
     from kvstore.engine_connector.engine.llm import LLM
     from kvstore.engine_connector.protocol import Connector, HandOver
 
 _STORED_FORMATS = {"same": "same", "fp8": "fp8_e4m3", "int8": "int8"}
 _COUNT = click.IntRange(min=1)
+_FLUSH_S = 2.0  # for spans that are still to be sent
 _NEEDED = ("aiohttp", "gguf", "jinja2", "safetensors", "tokenizers", "torch")
 
 
@@ -82,6 +84,7 @@ def engine() -> None:
 )
 @click.option("--request-deadline-s", type=SECONDS, default=600.0, show_default=True, help="For a whole answer.")
 @click.option("--stop-deadline-s", type=SECONDS, default=15.0, show_default=True, help="After SIGTERM.")
+@click.option("--trace", is_flag=True, help="Send spans of requests to the collector that OTEL_* variables name.")
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
@@ -117,12 +120,21 @@ async def _serve(options: dict[str, Any], model: Path) -> None:
         tenant=options["tenant"],
         **{name: options[name] for name in ("host", "port", "max_body_bytes", "request_deadline_s", "stop_deadline_s")},
     )
-    server = ApiServer(config, functools.partial(_open_llm, options, model))
+    tracer = None
+    if options["trace"]:
+        from kvstore.tracing import open_tracer
+
+        tracer = open_tracer("kvstore-engine")
+    server = ApiServer(config, functools.partial(_open_llm, options, model, tracer))
     _stop_on_signals(server)
-    await server.run(lambda port: _say_ready(config.host, port, config.model_name))
+    try:
+        await server.run(lambda port: _say_ready(config.host, port, config.model_name))
+    finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close, _FLUSH_S)
 
 
-def _open_llm(options: dict[str, Any], model: Path) -> "LLM":
+def _open_llm(options: dict[str, Any], model: Path, tracer: "Tracer | None") -> "LLM":
     from kvstore.engine_connector.engine.llm import LLM
 
     names = (
@@ -141,13 +153,14 @@ def _open_llm(options: dict[str, Any], model: Path) -> "LLM":
     )
     return LLM(
         model,
-        connector_factory=_connector_factory(options),
+        connector_factory=_connector_factory(options, tracer),
         stored_format=_STORED_FORMATS[options["kv_store_format"]],
+        tracer=tracer,
         **{name: options[name] for name in names},
     )
 
 
-def _connector_factory(options: dict[str, Any]) -> "Callable[[KVSpec], Connector] | None":
+def _connector_factory(options: dict[str, Any], tracer: "Tracer | None") -> "Callable[[KVSpec], Connector] | None":
     if options["no_store"]:
         if options["socket"] is not None:
             raise ConfigError(
@@ -164,6 +177,7 @@ def _connector_factory(options: dict[str, Any]) -> "Callable[[KVSpec], Connector
         tenant=options["tenant"],
         hand_over=_hand_over(options),
         fetch=options["fetch"],
+        tracer=tracer,
     )
 
 

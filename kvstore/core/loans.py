@@ -45,6 +45,7 @@ class Fetch(NamedTuple):
     arena_offsets: tuple[int, ...]  # of the wanted ones
     nbytes: int  # of a block
     deadline_s: float  # from now on
+    traceparent: str = ""  # of the request that it is for, if that is traced (core/traces.py)
 
 
 class FetchDone(NamedTuple):

@@ -113,19 +113,21 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "wish", "request_id")
+    __slots__ = ("namespace", "keys", "wish", "request_id", "traceparent")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     wish: PlanWish
     request_id: str
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PlanWish(_message.Message):
-    __slots__ = ("request_id", "first_needed", "num_tokens", "chunk_tokens", "compute_wait_s", "compute_price", "both_ends", "deadline_s")
+    __slots__ = ("request_id", "first_needed", "num_tokens", "chunk_tokens", "compute_wait_s", "compute_price", "both_ends", "deadline_s", "label")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class PlanWish(_message.Message):
     COMPUTE_PRICE_FIELD_NUMBER: _ClassVar[int]
     BOTH_ENDS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_needed: int
     num_tokens: int
@@ -142,7 +145,8 @@ class PlanWish(_message.Message):
     compute_price: float
     both_ends: bool
     deadline_s: float
-    def __init__(self, request_id: _Optional[str] = ..., first_needed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., compute_wait_s: _Optional[float] = ..., compute_price: _Optional[float] = ..., both_ends: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    label: str
+    def __init__(self, request_id: _Optional[str] = ..., first_needed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., compute_wait_s: _Optional[float] = ..., compute_price: _Optional[float] = ..., both_ends: bool = ..., deadline_s: _Optional[float] = ..., label: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("plan_id", "num_blocks", "both_ends", "front_blocks", "fetch_s", "recompute_s", "total_s", "deadline_s", "reason")
@@ -179,7 +183,7 @@ class MatchReply(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id")
+    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +191,7 @@ class AcquireRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     namespace: bytes
     keys: bytes
@@ -194,7 +199,8 @@ class AcquireRequest(_message.Message):
     ttl_s: float
     order: Order
     plan_id: int
-    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "expires_in_s", "num_blocks", "offsets", "generations", "ready", "boot_id")
@@ -251,20 +257,22 @@ class RenewReply(_message.Message):
     def __init__(self, ended_lease_ids: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "namespace", "parent", "keys", "ttl_s", "keep_s")
+    __slots__ = ("request_id", "namespace", "parent", "keys", "ttl_s", "keep_s", "label")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     namespace: bytes
     parent: bytes
     keys: bytes
     ttl_s: float
     keep_s: float
-    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keep_s: _Optional[float] = ...) -> None: ...
+    label: str
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., keep_s: _Optional[float] = ..., label: _Optional[str] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("lease_id", "expires_in_s", "statuses", "offsets", "generations", "declined_reason", "boot_id")
@@ -485,16 +493,18 @@ class LocateReply(_message.Message):
     def __init__(self, holders: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class LendRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "first_needed", "deadline_s")
+    __slots__ = ("namespace", "keys", "first_needed", "deadline_s", "traceparent")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_NEEDED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     first_needed: int
     deadline_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class LendReply(_message.Message):
     __slots__ = ("lease_id", "loan", "num_blocks", "offsets", "generations", "checksums", "expires_in_s", "boot_id")
@@ -891,7 +901,7 @@ class BlockLease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., instance: _Optional[bytes] = ..., request_id: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., expired: bool = ...) -> None: ...
 
 class InspectedBlock(_message.Message):
-    __slots__ = ("namespace", "key", "parent", "children", "num_children", "position", "hits", "num_uses_since", "pinned", "mortal", "copies", "leases", "peers", "plans")
+    __slots__ = ("namespace", "key", "parent", "children", "num_children", "position", "hits", "num_uses_since", "pinned", "mortal", "copies", "leases", "peers", "plans", "label")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -906,6 +916,7 @@ class InspectedBlock(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     PLANS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     key: bytes
     parent: bytes
@@ -920,7 +931,8 @@ class InspectedBlock(_message.Message):
     leases: _containers.RepeatedCompositeFieldContainer[BlockLease]
     peers: _containers.RepeatedCompositeFieldContainer[NodeHolding]
     plans: _containers.RepeatedCompositeFieldContainer[PlanRecord]
-    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., children: _Optional[_Iterable[bytes]] = ..., num_children: _Optional[int] = ..., position: _Optional[int] = ..., hits: _Optional[int] = ..., num_uses_since: _Optional[int] = ..., pinned: bool = ..., mortal: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[BlockLease, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ...) -> None: ...
+    label: str
+    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., children: _Optional[_Iterable[bytes]] = ..., num_children: _Optional[int] = ..., position: _Optional[int] = ..., hits: _Optional[int] = ..., num_uses_since: _Optional[int] = ..., pinned: bool = ..., mortal: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[BlockLease, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class InspectedNamespace(_message.Message):
     __slots__ = ("namespace", "tenant", "spec", "block_bytes", "num_rows", "tiers")

@@ -28,9 +28,9 @@ class PlanningClient(Client):
     """For each match a plan to fill all of it from both ends."""
 
     def match(
-        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, *, request_id: str = ""
+        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, **named: str
     ) -> Match:
-        match = super().match(namespace, keys, wish, request_id=request_id)
+        match = super().match(namespace, keys, wish, **named)
         assert wish is not None
         assert wish.both_ends
         num_blocks = max(0, match.num_blocks - wish.first_needed)

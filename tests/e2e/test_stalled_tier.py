@@ -55,9 +55,9 @@ class StallingClient(Client):
     plans: list[FetchPlan]
 
     def match(
-        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, *, request_id: str = ""
+        self, namespace: bytes, keys: Sequence[bytes] | bytes, wish: MatchWish | None = None, **named: str
     ) -> Match:
-        match = super().match(namespace, keys, wish, request_id=request_id)
+        match = super().match(namespace, keys, wish, **named)
         assert match.plan is not None
         self.plans.append(match.plan)
         if self.pace is not None:

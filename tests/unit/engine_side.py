@@ -69,10 +69,8 @@ class Client(InProcessClient):
         self.on_drive: set[bytes] = set()
         self.wishes: list[Wish] = []
 
-    def match(
-        self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, *, request_id: str = ""
-    ) -> Match:
-        match = super().match(namespace, keys, wish, request_id=request_id)
+    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, **named: str) -> Match:
+        match = super().match(namespace, keys, wish, **named)
         tiers = [TIERS.index("nvme" if key in self.on_drive else "pinned") for key in keys[: match.num_blocks]]
         return match._replace(tiers=bytes(tiers))
 

@@ -100,12 +100,10 @@ class InProcessClient:
         info = self.sidecar.store.open_namespace(self.spec, "")
         self.namespaces = (NamespaceInfo(info.namespace, info.block_nbytes, info.num_blocks, ()),)
 
-    def match(
-        self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, *, request_id: str = ""
-    ) -> Match:
+    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, **named: str) -> Match:
         match = self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
         self.match_wishes.append(wish)
-        self.match_names.append(request_id)
+        self.match_names.append(named["request_id"])
         return match if wish is None or self.plan is None else match._replace(plan=self.plan, plan_id=1)
 
     def acquire(
@@ -117,6 +115,7 @@ class InProcessClient:
         first_needed: int = 0,
         from_back: bool = False,
         plan_id: int = 0,
+        traceparent: str = "",
     ) -> Acquired:
         self.acquired.append((from_back, plan_id))
 

@@ -26,7 +26,7 @@ def full_reply() -> pb.StatsReply:
     meters.lag(0.004, 1.0)
     usage = pb.Usage(num_requests=2, requested_tokens=50, hit_tokens={"nvme": 30}, missed_tokens={"evicted": 20})
     drive = pb.DriveStats(path="/mnt/0", state="degraded", reason="r", capacity_bytes=9)
-    labelled = ["calls_match", "errors_NoSpace", "nvme_problems_eio"]
+    labelled = ["calls_match", "errors_NoSpace", "nvme_problems_eio", "trace_spans_exported"]
     return pb.StatsReply(
         server_version="1",
         boot_id=bytes(16),

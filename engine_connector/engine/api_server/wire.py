@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.traces import read_traceparent
 from kvstore.engine_connector.engine.api_server.refusals import Refusal
 from kvstore.engine_connector.engine.options import RequestOptions
 from kvstore.engine_connector.engine.sampler import SamplingParams
@@ -231,7 +232,10 @@ def options_of(request: CompletionRequest | ChatRequest, headers: Mapping[str, s
         session_id=_one_of(session, default=""),
     )
     return RequestOptions(
-        priority=_one_of(priority, default=0), load_failure=fields.load_failure or "recompute", cache=cache
+        priority=_one_of(priority, default=0),
+        load_failure=fields.load_failure or "recompute",
+        cache=cache,
+        traceparent=read_traceparent(headers.get("traceparent", "")),
     )
 
 
