@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 import torch
 
 from kvstore.core.errors import SpecMismatch
+from kvstore.core.keys import QUANTISATIONS, SCALE_NBYTES
 from kvstore.core.layout import BlockLayout, ByteRun
 from kvstore.kernels.page_map import PageMap
 
@@ -22,11 +23,10 @@ class NumberFormat(NamedTuple):
     top: float
 
 
-SAME = "same"
 QUANTISED = {"fp8_e4m3": NumberFormat(torch.float8_e4m3fn, 448.0), "int8": NumberFormat(torch.int8, 127.0)}
-"""By the suffix of KVSpec.stored_format."""
+"""By KVSpec.quantisation; "" stands for the pages' own numbers, bit for bit."""
 
-SCALE_NBYTES = 4
+assert tuple(QUANTISED) == QUANTISATIONS
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,7 +38,7 @@ class BlockPart:
     layout: BlockLayout
     layers: range
     heads: range
-    storage: str = SAME
+    quantisation: str = ""
     writer: bool = True
 
     @classmethod
@@ -46,7 +46,7 @@ class BlockPart:
         cls,
         pages: PageMap,
         *,
-        storage: str = SAME,
+        quantisation: str = "",
         num_layers: int | None = None,
         first_layer: int = 0,
         num_kv_heads: int | None = None,
@@ -58,17 +58,17 @@ class BlockPart:
         num_layers = pages.num_layers if num_layers is None else num_layers
         num_kv_heads = pages.num_heads if num_kv_heads is None else num_kv_heads
         dtype = pages.first.dtype
-        if storage != SAME and storage not in QUANTISED:
+        if quantisation and quantisation not in QUANTISED:
             raise SpecMismatch(
-                f"storage: {storage!r} is not known; use {SAME}, {' or '.join(QUANTISED)}",
-                field="storage",
-                value=storage,
+                f"quantisation: {quantisation!r} is not known; use '' (none) or {' or '.join(QUANTISED)}",
+                field="quantisation",
+                value=quantisation,
             )
-        if storage in QUANTISED and dtype not in _FLOATS:
+        if quantisation and dtype not in _FLOATS:
             raise SpecMismatch(
-                f"storage: {storage} is made of float32, bfloat16 or float16 pages, not of {dtype}",
-                field="storage",
-                value=storage,
+                f"quantisation: {quantisation} is made of float32, bfloat16 or float16 pages, not of {dtype}",
+                field="quantisation",
+                value=quantisation,
             )
         layers = _inside("layer", first_layer, pages.num_layers, num_layers)
         heads = _inside("head", first_head, pages.num_heads, num_kv_heads)
@@ -78,15 +78,15 @@ class BlockPart:
             block_tokens=pages.block_tokens,
             planes=pages.num_planes,
             head_dim=pages.head_dim,
-            item_nbytes=1 if storage in QUANTISED else dtype.itemsize,
-            scale_nbytes=SCALE_NBYTES if storage in QUANTISED else 0,
+            item_nbytes=1 if quantisation else dtype.itemsize,
+            scale_nbytes=SCALE_NBYTES if quantisation else 0,
         )
-        return cls(layout=layout, layers=layers, heads=heads, storage=storage, writer=writer)
+        return cls(layout=layout, layers=layers, heads=heads, quantisation=quantisation, writer=writer)
 
     @property
     def is_quantised(self) -> bool:
         """Whether the block has scales."""
-        return self.storage in QUANTISED
+        return bool(self.quantisation)
 
     def runs(self, layers: range) -> list[ByteRun]:
         """Where these of the rank's layers lie in the block, as few runs as there are, numbers and then scales."""

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.kernels.block_part import SAME, BlockPart
+from kvstore.kernels.block_part import BlockPart
 from kvstore.kernels.pack import pack, unpack
 from kvstore.kernels.page_map import PageMap
 from kvstore.kernels.paged import PagedCache
@@ -60,7 +60,7 @@ def _as_runs(pages: PageMap, part: BlockPart) -> PagedCache | None:
     layout = part.layout
     layer_nbytes, *_, plane_nbytes, item_nbytes = layout.strides_bytes
     bases = pages.bases()
-    whole = part.storage == SAME and part.writer and (len(part.layers), len(part.heads)) == layout.shape[:2]
+    whole = not part.is_quantised and part.writer and (len(part.layers), len(part.heads)) == layout.shape[:2]
     beside = all(base == planes[0] + i * plane_nbytes for planes in bases for i, base in enumerate(planes))
     if not (whole and beside and _in_block_order(pages)):
         return None

@@ -40,7 +40,7 @@ def pack(pages: PageMap, part: BlockPart, block_id: int, block: torch.Tensor, la
     """Into `block [nbytes] uint8` these layers (numbered as in `pages`) of a page. Nothing else of the block changes."""
     for tiles, numbers, scales in _pieces(pages, part, block_id, block, layers):
         if part.is_quantised:
-            quantised = quantise(tiles, QUANTISED[part.storage])
+            quantised = quantise(tiles, QUANTISED[part.quantisation])
             numbers.copy_(quantised.stored)
             scales.copy_(quantised.scales)
         else:
@@ -57,8 +57,9 @@ def quantise(tiles: torch.Tensor, number: NumberFormat) -> Quantised:
     """`tiles [..., tokens, dims]`, of any float type."""
     tiles = tiles.float()
     largest = tiles.abs().amax((-2, -1))
-    scales = torch.where(largest < SMALLEST, 0.0, largest / number.top).where(largest.isfinite(), torch.nan)
-    inverse = torch.where(largest < SMALLEST, 0.0, number.top / largest).where(largest.isfinite(), 0.0)
+    top = torch.full_like(largest, number.top)  # by a plain number torch may divide as x * (1 / y), rounded twice
+    scales = torch.where(largest < SMALLEST, 0.0, largest / top).where(largest.isfinite(), torch.nan)
+    inverse = torch.where(largest < SMALLEST, 0.0, top / largest).where(largest.isfinite(), 0.0)
     scaled = tiles * inverse[..., None, None]
     if number.dtype is torch.int8:
         scaled = scaled.nan_to_num(0.0).round()
@@ -105,7 +106,7 @@ def _views(part: BlockPart, block: torch.Tensor, dtype: torch.dtype) -> tuple[to
     layout = part.layout
     assert block.shape == (layout.nbytes,), (block.shape, layout.nbytes)
     assert block.dtype == torch.uint8, block.dtype
-    stored = QUANTISED[part.storage].dtype if part.is_quantised else dtype
+    stored = QUANTISED[part.quantisation].dtype if part.is_quantised else dtype
     numbers = block[: layout.data_nbytes].view(stored).view(layout.shape)
     scales = block[layout.data_nbytes :].view(torch.float32)
     return numbers, scales.view(*layout.shape[:2], layout.planes) if part.is_quantised else scales

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore.kernels.triton_numbers import rounded
+
 # ruff: noqa: N803, PLR0917 (Triton's convention: what is known at compile time is written large; kernels have no keywords)
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # A kernel's arguments have no types in Python: Triton takes every annotation but constexpr for a type of its own.
@@ -206,19 +208,8 @@ def _write_kernel(
     inside = (heads < HEADS) & (dims < HEAD_DIM)
     new_k = tl.load(k + row * stride_k + heads * HEAD_DIM + dims, mask=inside, other=0.0)
     new_v = tl.load(v + row * stride_v + heads * HEAD_DIM + dims, mask=inside, other=0.0)
-    tl.store(at, _rounded(new_k, pages.dtype.element_ty), mask=inside)
-    tl.store(at + HEAD_DIM, _rounded(new_v, pages.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """To nearest, ties to even. Of bfloat16 on the bits: Triton's interpreter cuts them off."""
-    if dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        bits = tl.where(x == x, bits, 0x7FC0)  # noqa: PLR0124 (NaN: the sum above could run over)
-        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+    tl.store(at, rounded(new_k, pages.dtype.element_ty), mask=inside)
+    tl.store(at + HEAD_DIM, rounded(new_v, pages.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_CHANGING)

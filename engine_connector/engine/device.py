@@ -11,7 +11,7 @@ from kvstore.core.layout import BlockLayout
 from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
 from kvstore.engine_connector.engine.model import Attention
 from kvstore.engine_connector.protocol import LayeredPages
-from kvstore.kernels.block_part import SAME, BlockPart
+from kvstore.kernels.block_part import BlockPart
 from kvstore.kernels.device_pages import DevicePages, allocate_device_pages
 from kvstore.kernels.host_pages import host_pages
 from kvstore.kernels.page_map import PageMap
@@ -29,7 +29,7 @@ def block_copies(pages: torch.Tensor, quantisation: str = "") -> LayeredPages:
     """The pages, for copying to and from blocks in host memory, which are stored so (keys.QUANTISATIONS; "": as they are)."""
     if pages.device.type == "cpu":
         packed = PageMap.packed(pages)
-        return host_pages(packed, BlockPart.of(packed, storage=quantisation or SAME))
+        return host_pages(packed, BlockPart.of(packed, quantisation=quantisation))
     assert not quantisation, "checks.check_stored_format"
     return DevicePages(pages)
 

@@ -5,11 +5,11 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from attention_cases import CASES, TOLERANCE
+from compiled_kernels import compile_kernel, resources
 
 triton = pytest.importorskip("triton", reason="triton is installed on Linux only")
 
@@ -47,29 +47,7 @@ def test_the_kernels_give_what_torch_gives(outcomes, case):
     assert outcome["same_alone"]
 
 
-@pytest.fixture(scope="module")
-def compile_for(tmp_path_factory):
-    """Compiled as a launch would, when every pointer and every stride but that of the block table is a multiple of 16."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    def compiled(kernel, architecture: int, types: dict[str, str], constants: dict, **options):
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-        aligned = [
-            i
-            for i, (name, kind) in enumerate(signature.items())
-            if kind.startswith("*") or (name.startswith("stride") and name != "stride_table")
-        ]
-        source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-        target = GPUTarget("cuda", architecture, 32)
-        return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
-
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
-        yield compiled
-
-
-def compile_attention(compile_for, architecture: int, num_rows: int, head_dim: int, dtype: str = "fp16"):
+def compile_attention(architecture: int, num_rows: int, head_dim: int, dtype: str = "fp16"):
     from kvstore.kernels import triton_attention
 
     tile = triton_attention.tile_of(num_rows, head_dim)
@@ -81,7 +59,7 @@ def compile_attention(compile_for, architecture: int, num_rows: int, head_dim: i
         "TILE_ROWS": tile.rows,
         "TILE_TOKENS": tile.tokens,
     }
-    return compile_for(
+    return compile_kernel(
         triton_attention._attend_kernel,
         architecture,
         {**pointers, "scale": "fp32"},
@@ -91,24 +69,12 @@ def compile_attention(compile_for, architecture: int, num_rows: int, head_dim: i
     )
 
 
-def resources(kernel) -> dict[str, int]:
-    """Registers a thread (REG), and bytes a thread that did not fit in them (STACK, LOCAL)."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        dump = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, timeout=30, check=True
-        )
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump.stdout)}
-
-
 @pytest.mark.parametrize(
     ("architecture", "num_rows", "head_dim"),
     [*itertools.product([80, 90, 100], [1, 512], [64, 128]), (90, 1, 256), (90, 512, 256)],
 )
-def test_pages_are_read_16_bytes_at_a_time_and_nothing_spills(compile_for, architecture, num_rows, head_dim):
-    kernel = compile_attention(compile_for, architecture, num_rows, head_dim)
+def test_pages_are_read_16_bytes_at_a_time_and_nothing_spills(architecture, num_rows, head_dim):
+    kernel = compile_attention(architecture, num_rows, head_dim)
 
     ptx = kernel.asm["ptx"]
     copies = re.findall(r"cp\.async\.\w+\.shared\.global(?:\.\S+)? \[[^]]*\], \[[^]]*\], (\w+)", ptx)
@@ -123,13 +89,13 @@ def test_pages_are_read_16_bytes_at_a_time_and_nothing_spills(compile_for, archi
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_rows_are_written_8_bytes_at_a_time_or_more(compile_for, dtype):
+def test_rows_are_written_8_bytes_at_a_time_or_more(dtype):
     from kvstore.kernels import triton_attention
 
     types = {"pages": f"*{dtype}", "k": "*fp32", "v": "*fp32", "tables": "*i32", "contexts": "*i32"}
     constants = {"HEADS": 3, "HEADS_PADDED": 4, "HEAD_DIM": 64, "BLOCK_TOKENS": 16}
 
-    kernel = compile_for(triton_attention._write_kernel, 90, types, constants, num_warps=1)
+    kernel = compile_kernel(triton_attention._write_kernel, 90, types, constants, num_warps=1)
 
     ptx = kernel.asm["ptx"]
     assert set(re.findall(r"st\.global\.(\S+)", ptx)) <= {"v4.b32", "v2.b32"}
