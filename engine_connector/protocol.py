@@ -354,6 +354,30 @@ class SessionHints(Protocol):
 
 
 @runtime_checkable
+class PoolListener(Protocol):
+    """What a scheduler side may offer beside SchedulerSide, so that others learn what the engine's own prefix cache holds:
+    routers send requests there, and the store gives up its copy first of what every engine has. Optional. Same thread; each
+    call costs next to nothing, what is told goes out in batches with build_connector_meta."""
+
+    def pool_has(self, num_blocks: int) -> None:
+        """Called once, before the first request: so many blocks fit into the engine's pool."""
+        ...
+
+    def blocks_cached(self, parent_hash: bytes, block_hashes: Sequence[bytes]) -> None:
+        """Blocks that follow each other can be found in the engine's own pages from now on, behind `parent_hash` (b"": the first
+        is the first of its sequence)."""
+        ...
+
+    def blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
+        """They cannot be found there any more."""
+        ...
+
+    def cache_cleared(self) -> None:
+        """Nothing can be found there any more."""
+        ...
+
+
+@runtime_checkable
 class LayerwiseScheduler(Protocol):
     """What a scheduler side may offer beside SchedulerSide, so that an engine computes with blocks while they arrive. Optional,
     as LayerwiseWorker is; an engine uses them if both sides have them, or leaves it.

@@ -18,6 +18,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
 from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.core.traces import Span, Tracer
+from kvstore.engine_connector.pool_reports import PoolReports
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
@@ -87,6 +88,7 @@ class StoreSchedulerSide:
         self._wire_ids = itertools.count(1)  # ours, not the engine's: any text is a request id there
         self._renewed_link = session.link
         self._times = StepTimes(clock)
+        self._pool = PoolReports(clock)
         self._planning_link: Link | None = None  # whose sidecar has answered with a plan
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
@@ -208,6 +210,7 @@ class StoreSchedulerSide:
         self._give_up_saves()
         self._renew_when_due()
         self._report_when_due()
+        self._pool.send_due(self._session)
         loads, self._new_loads = tuple(self._new_loads), []
         saves = [
             job for item in scheduled for job in (self._save_blocks(item), self._save_tail(item)) if job is not None
@@ -225,6 +228,7 @@ class StoreSchedulerSide:
 
     def request_finished(self, request: Request) -> bool:
         """See protocol.SchedulerSide."""
+        self._pool.send_due(self._session, at_once=True)
         state = self._requests.get(request.request_id)
         if state is None:
             return False
@@ -246,6 +250,22 @@ class StoreSchedulerSide:
         keys = self._sessions.forget(session_id, salt)
         link = self._session.link if keys else None
         return self._session.ask(link, lambda client, link: client.cool(link.namespace, keys)) or 0
+
+    def pool_has(self, num_blocks: int) -> None:
+        """See protocol.PoolListener."""
+        self._pool.num_blocks = num_blocks
+
+    def blocks_cached(self, parent_hash: bytes, block_hashes: Sequence[bytes]) -> None:
+        """See protocol.PoolListener."""
+        self._pool.stored(parent_hash, block_hashes)
+
+    def blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
+        """See protocol.PoolListener."""
+        self._pool.removed(block_hashes)
+
+    def cache_cleared(self) -> None:
+        """See protocol.PoolListener."""
+        self._pool.cleared()
 
     def has_pending(self, request_id: str) -> bool:
         """See protocol.SchedulerSide."""

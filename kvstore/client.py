@@ -325,6 +325,27 @@ class Client:
         request = pb.ReportRequest(namespace=namespace, prefill=packed, copy_bytes=copy_nbytes, copy_s=copy_s)
         self._call(Verb.REPORT, request, pb.ReportReply)
 
+    def report_pool(
+        self,
+        namespace: bytes,
+        *,
+        cleared: bool = False,
+        removed: Sequence[bytes] = (),
+        stored: Sequence[tuple[bytes, Sequence[bytes]]] = (),
+        num_blocks: int = 0,
+    ) -> None:
+        """Tell what changed in this engine's own pool, in this order: all is gone, `removed` are gone, `stored` are there. That
+        is runs of blocks that follow each other: (key before the first or b"", keys). The pool can hold `num_blocks`.
+        At most MAX_REPORTED_BLOCKS keys in MAX_REPORTED_RUNS runs. Known until this connection ends."""
+        request = pb.ReportRequest(
+            namespace=namespace,
+            cleared=cleared,
+            removed=pack_keys(removed),
+            stored=[pb.HeldRun(parent=parent, keys=pack_keys(keys)) for parent, keys in stored],
+            pool_blocks=num_blocks,
+        )
+        self._call(Verb.REPORT, request, pb.ReportReply)
+
     def explain(self, *, request_id: str = "", last: int = 0) -> list[pb.PlanRecord]:
         """The last plans, newest first: of one request, or of all; 0: ten."""
         return list(
@@ -334,8 +355,15 @@ class Client:
     def locate(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> list[pb.NodeHolding]:
         """Which nodes hold how much of the prefix `keys`, farthest first: this one, and those that it has heard of. For routers;
         owns nothing, and asks nobody else."""
+        return list(self._locate(namespace, keys).holders)
+
+    def locate_pools(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> list[pb.PoolHolding]:
+        """Which engines of this node have how much of the prefix `keys` in their own pools, farthest first; likewise."""
+        return list(self._locate(namespace, keys).pools)
+
+    def _locate(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> pb.LocateReply:
         request = pb.LocateRequest(namespace=namespace, keys=_packed(keys))
-        return list(self._call(Verb.LOCATE, request, pb.LocateReply).holders)
+        return self._call(Verb.LOCATE, request, pb.LocateReply)
 
     def inspect(self, hex_digits: str) -> pb.InspectReply:
         """Blocks and namespaces whose hash or id begins so; tools only. A call for each part of a large index."""

@@ -27,6 +27,7 @@ from kvstore.core.loans import Fetch, FetchDone
 from kvstore.lending import Lender
 from kvstore.mover import Mailbox
 from kvstore.peer_identity import Identity
+from kvstore.presence import HBM
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.replication import Invitation, Replication
 from kvstore.request_traces import RequestTraces
@@ -351,7 +352,9 @@ class Announcer:
         self._removed: list[tuple[bytes, Sequence[bytes]]] = []
 
     def on_event(self, event: Event) -> None:
-        """Take it down."""
+        """Take it down. What engines have in their own pools, this node cannot give."""
+        if event.tier == HBM:
+            return
         if isinstance(event, BlockStored):
             self._stored.append((event.namespace, event.hashes))
         elif isinstance(event, BlockRemoved):

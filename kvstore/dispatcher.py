@@ -41,6 +41,7 @@ from kvstore.live_curve import LiveCurve
 from kvstore.mover import Mover, NoMover
 from kvstore.peer_identity import proof as peer_proof
 from kvstore.plan_messages import check_copy, outcome_name, read_samples, read_wish, record_reply
+from kvstore.presence_messages import read_pool_report
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.request_traces import RequestTraces
 from kvstore.sessions import Peer, Session, Sessions
@@ -172,6 +173,8 @@ class Dispatcher:
             cuda_registered=request.cuda_registered,
             peer=peer,
         )
+        if session.holder.instance and session.role != pb.PEER:
+            self._store.presence.join(session.holder, [info.namespace for info in infos])
         return session, pb.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             server_version=__version__,
@@ -545,6 +548,9 @@ class Dispatcher:
         self._keys(session, request.namespace, b"")
         check_copy(request.copy_bytes, request.copy_s)
         samples = read_samples(request.prefill)
+        pool = read_pool_report(request, self._store.digest_nbytes(request.namespace))
+        if pool is not None:
+            self._store.report_pool(session.holder, request.namespace, pool)
         self.advisor.report(session.holder.instance, request.namespace, samples, request.copy_bytes, request.copy_s)
         return pb.ReportReply(boot_id=self._boot_id)
 
@@ -572,7 +578,8 @@ class Dispatcher:
         if num_here := self._store.num_held(request.namespace, keys):
             holders.append(pb.NodeHolding(num_blocks=num_here, here=True))
         holders.sort(key=lambda holder: (-holder.num_blocks, not holder.here))
-        return pb.LocateReply(holders=holders, boot_id=self._boot_id)
+        pools = [pb.PoolHolding(**each._asdict()) for each in self._store.presence.holdings(request.namespace, keys)]
+        return pb.LocateReply(holders=holders, pools=pools, boot_id=self._boot_id)
 
     def _inspect(self, _session: Session, request: pb.InspectRequest) -> pb.InspectReply:
         digits = read_hex(request.hex)
@@ -592,7 +599,8 @@ class Dispatcher:
                 if holding.num_blocks == len(view.chain)
             ]
             plans = inspector.plans_of(view, self.advisor.records("", {view.namespace}), MAX_PLANS_OF_BLOCK)
-            reply.blocks.append(block_reply(view, holdings, plans, now_s))
+            pools = self._store.presence.instances_with(view.namespace, view.chain[-1])
+            reply.blocks.append(block_reply(view, holdings, pools, plans, now_s))
         return reply
 
     def _stats(self, _session: Session, _request: pb.StatsRequest) -> pb.StatsReply:

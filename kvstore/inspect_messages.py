@@ -24,7 +24,7 @@ def read_hex(text: str) -> str:
 
 
 def block_reply(
-    view: BlockView, holdings: Sequence[Holding], plans: Sequence[PlanRecord], now_s: float
+    view: BlockView, holdings: Sequence[Holding], pools: Sequence[bytes], plans: Sequence[PlanRecord], now_s: float
 ) -> pb.InspectedBlock:
     """What Inspect tells of a block."""
     return pb.InspectedBlock(
@@ -57,6 +57,7 @@ def block_reply(
             for holding in holdings
         ],
         plans=[record_reply(plan, now_s) for plan in plans],
+        pools=pools,
     )
 
 

@@ -6,10 +6,11 @@ A message's payload is MessagePack: [seconds since 1970, [event, ...], data-para
     BlockRemoved      blocks are no longer found in it
     AllBlocksCleared  forget everything: at the start, and when events were lost. What is held is told anew behind it
 
-as vLLM 0.32 writes and reads them (vllm/distributed/kv_events.py). Ours say "CPU" for pinned RAM and "STORAGE" for drives as
-`medium`, and "kvstore:<namespace in hex>" as `ownership`, since equal hashes of two namespaces are different blocks. Hashes are
-the low 64 bits as an integer, vLLM's default: blocks of a vLLM engine have the numbers that the engine's own events
-give them. Token ids are not known here; `token_ids` is empty, as in vLLM's own events of its lower tiers.
+as vLLM 0.32 writes and reads them (vllm/distributed/kv_events.py). As `medium` ours say "CPU" for pinned RAM, "STORAGE" for
+drives, and "GPU" for what engines of this node have reported of their own pools; as `ownership` "kvstore:<namespace in hex>",
+since equal hashes of two namespaces are different blocks. Hashes are the low 64 bits as an integer, vLLM's default: blocks of
+a vLLM engine have the numbers that the engine's own events give them. Token ids are not known here; `token_ids` is empty, as
+in vLLM's own events of its lower tiers.
 
     store ──on_event──> pending, for one turn of the loop ──> Publisher's queue ──> thread
 
@@ -36,7 +37,7 @@ from kvstore.core.limits import (
     MAX_NAMESPACES,
     MAX_QUEUED_EVENT_BLOCKS,
 )
-from kvstore.core.plans import TIERS
+from kvstore.presence import HBM
 from kvstore.store import Store
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEDIUMS = dict(zip(TIERS[:2], ("CPU", "STORAGE"), strict=True))
+MEDIUMS = {"pinned": "CPU", "nvme": "STORAGE", HBM: "GPU"}
 """By tier; vLLM's names."""
 
 _LOW_64_BITS = (1 << 64) - 1
@@ -225,6 +226,14 @@ class KVEvents:
                 self._lost = True
             first += EVENT_SLICE_ROWS
             await self._drained()
+        for namespace, keys in self._store.presence.snapshot():
+            for part in (keys[i : i + EVENT_SLICE_ROWS] for i in range(0, len(keys), EVENT_SLICE_ROWS)):
+                if self._lost:
+                    return
+                self._flush()
+                if (events := self._store.presence.held_events(namespace, part)) and not self._put(events):
+                    self._lost = True
+                await self._drained()
 
     async def _drained(self) -> None:
         """Raises TimeoutError."""

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,8 @@ from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, 
 from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.costs import LoadCost, TierQuote
 from kvstore.counters import new_counters
-from kvstore.eviction import EvictionPolicy, LeafLru, MakePolicy
+from kvstore.eviction import LeafLru, MakePolicy
+from kvstore.eviction.redundant import RedundantFirst
 from kvstore.index import KEPT, NO_PARENT, NO_ROWS, BlockIndex, Namespace, Rows
 from kvstore.inspection import Inspector
 from kvstore.inventory import Inventory
@@ -34,8 +35,10 @@ from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
 from kvstore.meters import Meters
 from kvstore.pins import Pins
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING
+from kvstore.presence import HBM, PoolReport, Presence
 from kvstore.removed_keys import DAMAGED, DECLINED, DROPPED, EVICTED, RemovedKeys
 from kvstore.spill import BudgetFigures, Orders, QueueDepth, RestoredBlocks, Spill, SpillPolicy
+from kvstore.store_stats import Removals, StoreStats, policy_name, pool_stats, tier_stats
 from kvstore.tiers.striped import StripedSlots
 
 MAX_NEAR_MISSES = 8
@@ -48,44 +51,6 @@ _HELD = (WRITING, READY, ARRIVING)
 _STATUS = {int(status): status for status in KeyStatus}  # KeyStatus(number) takes ten times as long
 _REMOVALS = {RemovalReason.EVICTED: EVICTED, RemovalReason.DROPPED: DROPPED, RemovalReason.DAMAGED: DAMAGED}
 _MAX_COMPARED = 64  # candidates for them whose fields are compared, some 4 us each
-
-
-class TierStats(NamedTuple):
-    """Bytes of a tier, by slot; ready + writing + leaving + limbo + quarantined + free = capacity (I3). What arrives from a
-    slower tier counts as being written."""
-
-    name: str
-    capacity_bytes: int
-    ready_bytes: int
-    writing_bytes: int
-    leaving_bytes: int
-    limbo_bytes: int
-    free_bytes: int
-    ready_blocks: int
-    quarantined_bytes: int = 0
-    writing_blocks: int = 0
-    leaving_blocks: int = 0
-
-
-class Removals(NamedTuple):
-    """Blocks that left a tier since start. Named as in kvstore.proto."""
-
-    tier: str
-    policy: str  # that chose them; "" where none did
-    reason: str
-    num_blocks: int
-    nbytes: int
-
-
-class StoreStats(NamedTuple):
-    """A snapshot. `counters` are those of kvstore/counters.py."""
-
-    tiers: tuple[TierStats, ...]
-    num_blocks: int
-    num_namespaces: int
-    num_leases: int
-    num_expired_leases: int
-    counters: dict[str, int]
 
 
 class Store:
@@ -115,7 +80,9 @@ class Store:
         self._removed = RemovedKeys()
         self._on_event = on_event
         self._counters = new_counters()
-        self._blocks = Inventory(TIERS[0], self._index, pinned, make_policy, self._heard)
+        self.presence = Presence(on_event, self._counters)
+        spare_first = partial(RedundantFirst, make_policy=make_policy, is_redundant=self._is_redundant)
+        self._blocks = Inventory(TIERS[0], self._index, pinned, spare_first, self._heard)
         self._spill = Spill(
             self._blocks,
             StripedSlots(()) if nvme is None else nvme,
@@ -444,6 +411,13 @@ class Store:
             tier.policy.cool(tail_first)
         return len(rows)
 
+    def report_pool(self, holder: Holder, namespace: bytes, report: PoolReport) -> None:
+        """An engine tells what changed in its own pool (HBM)."""
+        entry = self._namespace(namespace)
+        self.presence.report(holder, namespace, report, entry.spec.block_nbytes)
+        for run in report.stored:
+            self._offer_redundant(entry, run.keys)
+
     # --- ends of leases ---------------------------------------------------------------------------------------------
 
     def abort(self, holder: Holder, lease_id: int, now_s: float) -> None:
@@ -488,6 +462,7 @@ class Store:
     def end_session(self, holder: Holder, now_s: float) -> None:
         """The connection ended: what was granted over it expires now."""
         self.expire(now_s)
+        self.presence.end_session(holder)
         for lease in self._leases.of_instance(holder.instance):
             if lease.holder == holder and not lease.expired:
                 self._expire(lease)
@@ -635,9 +610,11 @@ class Store:
     def stats(self) -> StoreStats:
         """Sizes and counters now."""
         pinned, nvme = self._blocks.table, self._spill.nvme.table
-        tiers = [_tier_stats(self._blocks, 0)]
+        tiers = [tier_stats(self._blocks, 0)]
         if self._has_drives:
-            tiers.append(_tier_stats(self._spill.nvme, self._spill.quarantined_bytes))
+            tiers.append(tier_stats(self._spill.nvme, self._spill.quarantined_bytes))
+        if not self.presence.is_empty:
+            tiers.append(pool_stats(self.presence.sizes()))
         return StoreStats(
             tuple(tiers),
             pinned.num_blocks(READY) + nvme.num_blocks(READY) - pinned.num_shared,
@@ -658,7 +635,7 @@ class Store:
         return [
             Removals(
                 tier.table.tier,
-                _policy_name(tier.policy) if reason is RemovalReason.EVICTED else "",
+                policy_name(tier.policy) if reason is RemovalReason.EVICTED else "",
                 reason.value,
                 *tier.removed[reason],
             )
@@ -686,6 +663,9 @@ class Store:
                     of_tenant = held.setdefault(entry.tenant, {})
                     name = tier.table.tier
                     of_tenant[name] = of_tenant.get(name, 0) + num_blocks * entry.slot_nbytes
+        for size in self.presence.sizes():
+            of_tenant = held.setdefault(self._namespace(size.namespace).tenant, {})
+            of_tenant[HBM] = of_tenant.get(HBM, 0) + size.num_held * size.block_nbytes
         return held
 
     def check(self) -> None:
@@ -699,6 +679,7 @@ class Store:
         self._spill.check(borrowed)
         self._leases.check()
         self._pins.check()
+        self.presence.check()
         table = self._blocks.table
         refs = np.zeros(len(table.refs), np.int64)
         np.add.at(refs, [*self._spill.rows_in_flight(), *borrowed], 1)
@@ -722,6 +703,8 @@ class Store:
         """An event of a tier: why a block went is remembered, and others hear of it."""
         if isinstance(event, BlockRemoved):
             self._removed.add(event.namespace, event.hashes, _REMOVALS[event.reason])
+        elif event.tier == TIERS[1]:
+            self._offer_redundant(self._namespace(event.namespace), event.hashes)
         if self._on_event is not None:
             self._on_event(event)
 
@@ -816,6 +799,19 @@ class Store:
         for i in np.flatnonzero(ready & (state == LEAVING)).tolist():
             ready[i] = int(lease.rows[i]) not in self._waiting
         return ready.tobytes()
+
+    def _is_redundant(self, row: int) -> bool:
+        """Whether nobody here is going to read a copy in RAM soon, and it can be had back: each engine of the namespace has the
+        block itself, and a drive keeps it for the time when one gives it up."""
+        if self.presence.is_empty or self._spill.nvme.table.state_at[row] != READY:
+            return False
+        return self.presence.is_everywhere(self._index.namespace_of(row).namespace, self._index.keys[row])
+
+    def _offer_redundant(self, entry: Namespace, keys: Sequence[bytes]) -> None:
+        """Copies of these in RAM may have become redundant."""
+        if not self.presence.is_empty and self._has_drives:
+            rows = self._index.find_all(entry, keys)
+            self._blocks.offer(rows[rows != NO_PARENT])
 
     def _give_up(self, row: int) -> None:
         """A block that leases wait for will not come."""
@@ -975,29 +971,6 @@ class Store:
         else:
             self._counters["aborted_blocks_total"] += len(rows)
             self._blocks.discard(rows)
-
-
-def _tier_stats(tier: Inventory, quarantined_bytes: int) -> TierStats:
-    table, slots = tier.table, tier.slots
-    return TierStats(
-        table.tier,
-        slots.capacity_bytes,
-        table.num_bytes(READY),
-        table.num_bytes(WRITING) + table.num_bytes(ARRIVING),
-        table.num_bytes(LEAVING),
-        slots.limbo_bytes - quarantined_bytes,
-        slots.capacity_bytes - slots.reserved_bytes - slots.limbo_bytes,
-        table.num_blocks(READY),
-        quarantined_bytes,
-        table.num_blocks(WRITING) + table.num_blocks(ARRIVING),
-        table.num_blocks(LEAVING),
-    )
-
-
-def _policy_name(policy: EvictionPolicy) -> str:
-    """LeafLru: leaf_lru."""
-    name = type(policy).__name__
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
 
 
 def _of_lease(lease: Lease, keys: Sequence[bytes]) -> NDArray[np.bool_]:

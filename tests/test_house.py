@@ -38,6 +38,8 @@ BRAINS = (
     "plan_log",
     "request_traces",
     "advisor",
+    "presence",
+    "store_stats",
     "store",
     "directory",
 )

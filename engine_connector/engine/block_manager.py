@@ -11,12 +11,17 @@ place of its linked list.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from kvstore.engine_connector.protocol import PoolListener
+
 
 class BlockManager:
-    """Bookkeeping of `num_pages` pages; touches no page's content."""
+    """Bookkeeping of `num_pages` pages; touches no page's content. `listener` hears what can be found here."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, listener: PoolListener | None = None) -> None:
         self.num_pages = num_pages
+        self._listener = listener
+        if listener is not None:
+            listener.pool_has(num_pages)
         self._holders = [0] * num_pages
         self._hashes: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -61,12 +66,15 @@ class BlockManager:
             self._holders[page] = 1
         return pages
 
-    def publish(self, page: int, block_hash: bytes) -> None:
-        """The page's content is complete and is the block `block_hash`. If another page has it already, that one stays."""
+    def publish(self, page: int, block_hash: bytes, parent_hash: bytes) -> None:
+        """The page's content is complete and is the block `block_hash`, behind `parent_hash` (b"": the first of its sequence). If
+        another page has it already, that one stays."""
         assert self._holders[page] > 0
         if self._hashes[page] is None and block_hash not in self._page_of:
             self._hashes[page] = block_hash
             self._page_of[block_hash] = page
+            if self._listener is not None:
+                self._listener.blocks_cached(parent_hash, (block_hash,))
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Let go of a sequence's pages, in the order of its blocks."""
@@ -82,6 +90,8 @@ class BlockManager:
         """Forget every hash: the next request finds nothing here."""
         self._hashes = [None] * self.num_pages
         self._page_of.clear()
+        if self._listener is not None:
+            self._listener.cache_cleared()
 
     def check(self) -> None:
         """Assert that pages are either free or held, and that hashes and pages point at each other."""
@@ -95,3 +105,5 @@ class BlockManager:
         if block_hash is not None:
             del self._page_of[block_hash]
             self._hashes[page] = None
+            if self._listener is not None:
+                self._listener.blocks_forgotten((block_hash,))

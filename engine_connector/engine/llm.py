@@ -44,6 +44,7 @@ from kvstore.engine_connector.protocol import (
     Connector,
     LayerwiseScheduler,
     LayerwiseWorker,
+    PoolListener,
     SessionHints,
 )
 
@@ -132,8 +133,9 @@ class LLM:
         self.spec = page_spec if stored_format == "same" else _quantised(page_spec, stored_format)
         self._clock = clock or MonotonicClock()
         pages = allocate(num_pages, BlockLayout.from_spec(page_spec), kv_dtype, torch.device(device))
-        self._blocks = BlockManager(num_pages)
         self._connector = connector_factory(self.spec) if connector_factory else no_store()
+        side = self._connector.scheduler
+        self._blocks = BlockManager(num_pages, side if prefix_caching and isinstance(side, PoolListener) else None)
         config = SchedulerConfig(
             block_tokens=block_tokens,
             max_batch=max_batch,

@@ -506,8 +506,9 @@ class Scheduler:
     def _publish(self, sequence: Sequence, first: int, last: int) -> None:
         if sequence.cache.no_store:
             return
+        hashes = sequence.block_hashes
         for index in range(first, last):
-            self._blocks.publish(sequence.block_ids[index], sequence.block_hashes[index])
+            self._blocks.publish(sequence.block_ids[index], hashes[index], hashes[index - 1] if index else b"")
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.text.stopped:

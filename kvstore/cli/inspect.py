@@ -89,6 +89,8 @@ def _print_block(console: Any, block: "pb.InspectedBlock") -> None:
         console.print(f"  {copy.tier}: {copy.state}, {decimal(copy.bytes)} {place}, {copy.users} users")
     if not block.copies:
         console.print("  no copy here: only blocks behind it are held")
+    for instance in block.pools:
+        console.print(f"  hbm: engine {instance.hex()} has it in its own pool")
     for peer in block.peers:
         console.print(f"  node {peer.node_id} at {peer.address} holds it, as far as is known")
     for lease in block.leases:

@@ -84,6 +84,18 @@ MAX_PINNED_FRACTION = 0.25
 """Part of the arena that pins may keep from eviction, all together. A pin that would exceed it is cut."""
 
 # --- plans ------------------------------------------------------------------------------------------------------------
+MAX_POOL_BLOCKS = 1 << 20
+"""Blocks in engines' own pools that are known of, over all engines; some 120 MB. What is beyond is not noted, and counted."""
+
+MAX_POOL_BLOCKS_PER_INSTANCE = 1 << 17
+"""And of one engine: two million tokens at 16 a block. Forgetting them takes some 20 ms."""
+
+MAX_REPORTED_BLOCKS = 8192
+"""Blocks of a pool in one Report, those that came and those that went; some 4 ms. More: Overloaded."""
+
+MAX_REPORTED_RUNS = 512
+"""Runs of blocks that came, in one Report; some 1.5 ms to parse. More: Overloaded."""
+
 INSPECT_SLICE_ROWS = 1 << 15
 """Blocks whose hashes one Inspect looks at, 2 to 4 ms; its caller asks for the next."""
 
@@ -273,6 +285,9 @@ CALL_DEADLINE_S = 0.25
 
 CONNECT_DEADLINE_S = 1.0
 """Connecting and Hello."""
+
+POOL_REPORT_INTERVAL_S = 0.25
+"""An engine tells what changed in its own pool at most so often, MAX_REPORTED_BLOCKS at a time."""
 
 RECONNECT_BACKOFF_S = (0.1, 5.0)
 """First and longest pause of the breaker between attempts to reach the sidecar again; doubles in between."""

@@ -379,16 +379,32 @@ class PinReply(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("namespace", "prefill", "copy_bytes", "copy_s")
+    __slots__ = ("namespace", "prefill", "copy_bytes", "copy_s", "cleared", "removed", "stored", "pool_blocks")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     COPY_BYTES_FIELD_NUMBER: _ClassVar[int]
     COPY_S_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefill: bytes
     copy_bytes: int
     copy_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., prefill: _Optional[bytes] = ..., copy_bytes: _Optional[int] = ..., copy_s: _Optional[float] = ...) -> None: ...
+    cleared: bool
+    removed: bytes
+    stored: _containers.RepeatedCompositeFieldContainer[HeldRun]
+    pool_blocks: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefill: _Optional[bytes] = ..., copy_bytes: _Optional[int] = ..., copy_s: _Optional[float] = ..., cleared: bool = ..., removed: _Optional[bytes] = ..., stored: _Optional[_Iterable[_Union[HeldRun, _Mapping]]] = ..., pool_blocks: _Optional[int] = ...) -> None: ...
+
+class HeldRun(_message.Message):
+    __slots__ = ("parent", "keys")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    parent: bytes
+    keys: bytes
+    def __init__(self, parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ("boot_id",)
@@ -485,12 +501,22 @@ class NodeHolding(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., here: bool = ...) -> None: ...
 
 class LocateReply(_message.Message):
-    __slots__ = ("holders", "boot_id")
+    __slots__ = ("holders", "boot_id", "pools")
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     holders: _containers.RepeatedCompositeFieldContainer[NodeHolding]
     boot_id: bytes
-    def __init__(self, holders: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolHolding]
+    def __init__(self, holders: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., boot_id: _Optional[bytes] = ..., pools: _Optional[_Iterable[_Union[PoolHolding, _Mapping]]] = ...) -> None: ...
+
+class PoolHolding(_message.Message):
+    __slots__ = ("instance", "num_blocks")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    instance: bytes
+    num_blocks: int
+    def __init__(self, instance: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class LendRequest(_message.Message):
     __slots__ = ("namespace", "keys", "first_needed", "deadline_s", "traceparent")
@@ -901,7 +927,7 @@ class BlockLease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., instance: _Optional[bytes] = ..., request_id: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., expired: bool = ...) -> None: ...
 
 class InspectedBlock(_message.Message):
-    __slots__ = ("namespace", "key", "parent", "children", "num_children", "position", "hits", "num_uses_since", "pinned", "mortal", "copies", "leases", "peers", "plans", "label")
+    __slots__ = ("namespace", "key", "parent", "children", "num_children", "position", "hits", "num_uses_since", "pinned", "mortal", "copies", "leases", "peers", "plans", "label", "pools")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -917,6 +943,7 @@ class InspectedBlock(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     PLANS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     key: bytes
     parent: bytes
@@ -932,7 +959,8 @@ class InspectedBlock(_message.Message):
     peers: _containers.RepeatedCompositeFieldContainer[NodeHolding]
     plans: _containers.RepeatedCompositeFieldContainer[PlanRecord]
     label: str
-    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., children: _Optional[_Iterable[bytes]] = ..., num_children: _Optional[int] = ..., position: _Optional[int] = ..., hits: _Optional[int] = ..., num_uses_since: _Optional[int] = ..., pinned: bool = ..., mortal: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[BlockLease, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
+    pools: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., children: _Optional[_Iterable[bytes]] = ..., num_children: _Optional[int] = ..., position: _Optional[int] = ..., hits: _Optional[int] = ..., num_uses_since: _Optional[int] = ..., pinned: bool = ..., mortal: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[BlockLease, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[NodeHolding, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[PlanRecord, _Mapping]]] = ..., label: _Optional[str] = ..., pools: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class InspectedNamespace(_message.Message):
     __slots__ = ("namespace", "tenant", "spec", "block_bytes", "num_rows", "tiers")

@@ -191,7 +191,7 @@ function drawTiles(stats) {
   first.insertBefore(make("div", { class: "bar", role: "img", "aria-label": hits.map(([name, tokens]) => `${tier(name)} ${percent(requested ? tokens / requested : null)}`).join(", ") },
     ...hits.map(([name, tokens]) => make("i", { vars: { "--c": color(name), "--w": `${requested ? 100 * tokens / requested : 0}%` } }))), first.lastChild);
   const fetches = stats.predictions.find(each => each.kind === "fetch");
-  const held = stats.tiers.reduce((sum, each) => sum + each.ready_bytes, 0);
+  const held = stats.tiers.filter(each => each.name !== "hbm").reduce((sum, each) => sum + each.ready_bytes, 0);
   const spanNow = page.table.at_s.length > 1 ? page.table.at_s.at(-1) - page.table.at_s[0] : 0;
   $("tiles").replaceChildren(first,
     tile("GPU time saved", seconds(saved), "", spanNow ? `in ${span}: as if ${(saved / spanNow).toFixed(2)} more GPUs` : `in ${span}`),

@@ -1,5 +1,7 @@
 """Pages against a model made of plain lists: which are free and in what order, and what can be found."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,12 +12,37 @@ from kvstore.engine_connector.engine.block_manager import BlockManager
 NUM_PAGES = 8
 
 
+class Heard:
+    """A PoolListener that believes what it is told."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.parents: dict[bytes, bytes] = {}
+
+    def pool_has(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def blocks_cached(self, parent_hash: bytes, block_hashes: Sequence[bytes]) -> None:
+        for block_hash in block_hashes:
+            assert block_hash not in self.parents
+            self.parents[block_hash] = parent_hash
+            parent_hash = block_hash
+
+    def blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
+        for block_hash in block_hashes:
+            del self.parents[block_hash]
+
+    def cache_cleared(self) -> None:
+        self.parents.clear()
+
+
 class Pages(RuleBasedStateMachine):
     """Sequences are lists of pages; a chain hash is a tuple of block numbers, packed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(NUM_PAGES)
+        self.heard = Heard()
+        self.blocks = BlockManager(NUM_PAGES, self.heard)
         self.free = list(range(NUM_PAGES))  # first to be taken first
         self.found: dict[bytes, int] = {}
         self.sequences: list[tuple[list[int], list[bytes]]] = []
@@ -47,7 +74,7 @@ class Pages(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         pages, hashes = data.draw(st.sampled_from(self.sequences))
         index = data.draw(st.integers(0, len(pages) - 1))
-        self.blocks.publish(pages[index], hashes[index])
+        self.blocks.publish(pages[index], hashes[index], hashes[index - 1] if index else b"")
         if hashes[index] not in self.found and pages[index] not in self.found.values():
             self.found[hashes[index]] = pages[index]
 
@@ -69,6 +96,8 @@ class Pages(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.blocks.check()
+        assert self.heard.num_blocks == NUM_PAGES
+        assert self.heard.parents == {block_hash: block_hash[:-1] for block_hash in self.found}
         assert self.blocks.num_free == len(self.free)
 
 
@@ -81,7 +110,7 @@ def test_a_freed_prefix_is_found_until_its_pages_are_taken_tail_first():
     hashes = [b"a", b"ab", b"abc"]
     pages = blocks.allocate(3)
     for page, block_hash in zip(pages, hashes, strict=True):
-        blocks.publish(page, block_hash)
+        blocks.publish(page, block_hash, block_hash[:-1])
     blocks.free(pages)
 
     found = []
@@ -95,7 +124,7 @@ def test_a_freed_prefix_is_found_until_its_pages_are_taken_tail_first():
 def test_a_page_held_twice_is_free_after_both_let_go():
     blocks = BlockManager(2)
     (page,) = blocks.allocate(1)
-    blocks.publish(page, b"a")
+    blocks.publish(page, b"a", b"")
     blocks.take([page])
 
     blocks.free([page])
@@ -111,8 +140,8 @@ def test_the_second_page_with_the_same_content_is_not_found():
     blocks = BlockManager(2)
     first, second = blocks.allocate(2)
 
-    blocks.publish(first, b"a")
-    blocks.publish(second, b"a")
+    blocks.publish(first, b"a", b"")
+    blocks.publish(second, b"a", b"")
 
     assert blocks.match([b"a"]) == [first]
     blocks.check()

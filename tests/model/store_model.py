@@ -39,6 +39,10 @@ class StoreModel:
     blocks: dict[Block, ModelBlock] = field(default_factory=dict)
     leases: dict[int, ModelLease] = field(default_factory=dict)
     sequence: int = 0
+    pools: set[tuple[bytes, str, str]] = field(
+        default_factory=set
+    )  # instance, label, name: what engines have themselves
+    pool_sessions: dict[tuple[bytes, str], int] = field(default_factory=dict)  # by instance and label: who told it last
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -125,6 +129,23 @@ class StoreModel:
             else:
                 self.blocks[block].state = "leaving"
         return len(dropped)
+
+    def report_pool(self, holder: Holder, label: str, there: list[str], gone: list[str], *, cleared: bool) -> None:
+        instance = holder.instance
+        self.pool_sessions[instance, label] = holder.session_id
+        self.pools = {
+            (other, known, name)
+            for other, known, name in self.pools
+            if (other, known) != (instance, label) or not (cleared or name in gone)
+        }
+        self.pools |= {(instance, label, name) for name in there}
+
+    def forget_pools(self, holder: Holder) -> None:
+        self.pools = {
+            (instance, label, name)
+            for instance, label, name in self.pools
+            if Holder(instance, self.pool_sessions[instance, label]) != holder
+        }
 
     def expire(self, lease: ModelLease) -> None:
         lease.expired = True

@@ -22,6 +22,7 @@ from kvstore.core.errors import LeaseExpired, LeaseRefused, ProtocolError, Unkno
 from kvstore.core.events import BlockRemoved, BlockStored, Event, RemovalReason
 from kvstore.core.keys import KVSpec
 from kvstore.core.plans import WriteGrant
+from kvstore.presence import HeldRun, PoolReport
 from kvstore.store import Store
 from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
@@ -241,6 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(holder=holders)
     def connection_ends(self, holder: Holder) -> None:
         self.store.end_session(holder, self.now_s)
+        self.model.forget_pools(holder)
         for lease in self.model.leases.values():
             if lease.holder == holder and not lease.expired:
                 self.model.expire(lease)
@@ -251,6 +253,25 @@ class StoreMachine(RuleBasedStateMachine):
         for lease_id in [i for i, lease in self.model.leases.items() if lease.holder.instance == holder.instance]:
             self.model.end(lease_id)
         assert not self.store.instance_in_limbo(holder.instance)
+
+    @rule(holder=holders, label=labels, path=paths, cleared=st.booleans(), removed=paths)
+    def report_pool(self, holder: Holder, label: str, path: str, cleared: bool, removed: str) -> None:
+        """What an engine says of its own pool changes nothing in the store, and others hear what is new to all of them."""
+        self.events.clear()
+        before = {(label, name) for _, label, name in self.model.pools}
+        there, gone = prefixes(label, path), prefixes(label, removed)
+
+        run = HeldRun(b"", keys(there))
+        self.store.report_pool(holder, self.namespaces[label], PoolReport(cleared, keys(gone), [run], 0))
+
+        self.model.report_pool(holder, label, [name for _, name in there], [name for _, name in gone], cleared=cleared)
+        after = {(label, name) for _, label, name in self.model.pools}
+        heard = before
+        for event in self.events:
+            assert event.tier == "hbm"
+            blocks = {(self.labels[event.namespace], key.rstrip(b".").decode()) for key in event.hashes}
+            heard = heard - blocks if isinstance(event, BlockRemoved) else heard | blocks
+        assert heard == after
 
     @rule(label=labels, path=paths)
     def drop(self, label: str, path: str) -> None:
@@ -285,6 +306,15 @@ class StoreMachine(RuleBasedStateMachine):
         expired = sum(lease.expired for lease in self.model.leases.values())
         assert (stats.num_leases, stats.num_expired_leases) == (len(self.model.leases) - expired, expired)
         assert stats.counters["stored_blocks_total"] >= stats.num_blocks
+
+    @invariant()
+    def the_store_knows_what_engines_have_themselves(self) -> None:
+        for label, namespace in self.namespaces.items():
+            for name in {name for _, known, name in self.model.pools if known == label}:
+                holders = {instance for instance, known, other in self.model.pools if (known, other) == (label, name)}
+                assert set(self.store.presence.instances_with(namespace, keys([(label, name)])[0])) == holders
+        num_held = sum(tier.ready_blocks for tier in self.store.stats().tiers if tier.name == "hbm")
+        assert num_held == len(self.model.pools)
 
     @invariant()
     def what_is_ready_is_whole_whoever_scribbles(self) -> None:
@@ -413,9 +443,11 @@ WEIGHTS = {
     "connection_ends": 1,
     "processes_end": 1,
     "drop": 3,
+    "report_pool": 3,
     "drop_everything": 0.2,
 }
 LAWS = (
+    StoreMachine.the_store_knows_what_engines_have_themselves,
     StoreMachine.the_store_is_sound,
     StoreMachine.the_store_knows_what_the_model_knows,
     StoreMachine.what_is_ready_is_whole_whoever_scribbles,
@@ -460,6 +492,8 @@ def take_step(machine: StoreMachine, name: str, draw: random.Random) -> None:
         "part": draw.choice([0, 0, 1, 2, 3]),
         "verb": draw.choice(["abort", "release"]),
         "seconds": draw.choice([1.0, 5.0, 30.0]),
+        "cleared": draw.random() < 0.2,
+        "removed": "".join(draw.choices("ab", [3, 1], k=draw.randint(1, 7))),
     }
     step = getattr(machine, name)
     step(**{parameter: values[parameter] for parameter in inspect.signature(step).parameters})

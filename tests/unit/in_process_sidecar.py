@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from kvstore.client import Acquired, Reserved
 from kvstore.core.blocks import Extent, Holder
 from kvstore.core.clock import ManualClock
-from kvstore.core.errors import PeerUnavailable
+from kvstore.core.errors import Overloaded, PeerUnavailable
 from kvstore.core.keys import KVSpec, unpack_keys
 from kvstore.core.plans import FetchPlan, Match, MatchWish, NamespaceInfo
+from kvstore.presence import HeldRun, PoolReport
 from kvstore.store import Store
 from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
@@ -88,6 +89,8 @@ class InProcessClient:
     acquired: list[tuple[bool, int]] = field(default_factory=list)
     released: list[tuple[int, int, float]] = field(default_factory=list)
     reports: list[tuple[tuple, int, float]] = field(default_factory=list)
+    pool_reports: list[PoolReport] = field(default_factory=list)
+    refuses_pools: bool = False
     closed: bool = False
     _holder: Holder | None = None
 
@@ -98,6 +101,7 @@ class InProcessClient:
         self._holder = Holder(self.instance, self.sidecar.next_session_id())
         self.boot_id, self.arena = self.sidecar.arena.boot_id, self.sidecar.arena
         info = self.sidecar.store.open_namespace(self.spec, "")
+        self.sidecar.store.presence.join(self._holder, [info.namespace])
         self.namespaces = (NamespaceInfo(info.namespace, info.block_nbytes, info.num_blocks, ()),)
 
     def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, **named: str) -> Match:
@@ -169,6 +173,21 @@ class InProcessClient:
     ) -> None:
         assert namespace == self.spec.namespace()
         self._call("report", lambda _store, _now_s: self.reports.append((tuple(prefill), copy_nbytes, copy_s)))
+
+    def report_pool(
+        self,
+        namespace: bytes,
+        *,
+        cleared: bool = False,
+        removed: Sequence[bytes] = (),
+        stored: Sequence[tuple[bytes, Sequence[bytes]]] = (),
+        num_blocks: int = 0,
+    ) -> None:
+        if self.refuses_pools:
+            raise Overloaded("no pools here", limit="MAX_REPORTED_BLOCKS", value=0)
+        report = PoolReport(cleared, removed, [HeldRun(*run) for run in stored], num_blocks)
+        self.pool_reports.append(report)
+        self._call("report_pool", lambda store, _now_s: store.report_pool(self._held_by(), namespace, report))
 
     def close(self) -> None:
         self._lose()

@@ -10,7 +10,7 @@ from small_store import PAGE, SEGMENT, SmallStore
 from kvstore.core.moves import DRIVE_SHIFT, Forget, Move, MoveDone, MoveProblem, Urgency
 from kvstore.core.plans import ReadGrant
 from kvstore.spill import SpillPolicy
-from kvstore.store import TierStats
+from kvstore.store_stats import TierStats
 from kvstore.tiers.slots import CountedGenerations, SegmentedSlots
 from kvstore.tiers.striped import StripedSlots
 

@@ -9,7 +9,8 @@ from kvstore.core.blocks import Holder
 from kvstore.core.events import Event
 from kvstore.core.keys import KVSpec
 from kvstore.core.plans import ReadGrant, WriteGrant
-from kvstore.store import Store, TierStats
+from kvstore.store import Store
+from kvstore.store_stats import TierStats
 from kvstore.tiers.slots import SegmentedSlots, SharedGenerations
 
 PAGE = 4096
