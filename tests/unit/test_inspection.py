@@ -34,8 +34,9 @@ def test_a_block_is_told_with_its_place_users_and_neighbours() -> None:
     inspector = small.store.inspector()
 
     found = inspector.find(digits(small, "b"), 0)
-    told = block_reply(inspector.block(found.rows[0]), [], [], 5.0)
+    told = block_reply(inspector.block(found.rows[0]), [], [b"engine"], [], 5.0)
 
+    assert list(told.pools) == [b"engine"]
     assert (found.num_found, found.next_row) == (1, 0)
     assert (told.key, told.parent, told.position) == (*small.keys("ba"), 1)
     assert sorted(told.children) == sorted(small.keys("cx"))
