@@ -205,7 +205,7 @@ def test_pinning_a_prefix_or_cooling_it_again_and_again_costs_no_memory():
     pin(store, names("a", 4), 10.0, now_s=3000.0)
 
     assert len(store.store._pins._kept) < 2000
-    assert len(store.store._blocks.policy._cooled) == 4  # type: ignore[attr-defined]
+    assert len(store.store._blocks.policy.policy._cooled) == 4  # type: ignore[attr-defined]
     assert len(store.store._spill.nvme.policy._cooled) == 4  # type: ignore[attr-defined]
     store.store.expire(3010.0)
     assert store.store.next_expiry_s() is None or store.store.next_expiry_s() > 3010.0
