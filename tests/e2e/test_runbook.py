@@ -1,16 +1,18 @@
 """Symptoms of deploy/RUNBOOK.md, made on a real sidecar: the metrics that it names show what it says.
 
-Drives that are full, gone, or change bits are made in test_nvme_damage.py; loads that are late, and what cannot be made
-cheaply, in tests/unit/test_usage.py and test_health.py.
+A bug is planted (buggy_sidecar.py), as none is known. Drives that are full, gone, or change bits are made in
+test_nvme_damage.py; loads that are late, and what cannot be made cheaply, in tests/unit/test_usage.py and test_health.py.
 """
 
 import json
 import os
 import signal
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from sidecar_process import (
 )
 
 from kvstore.client import Client
-from kvstore.core.errors import LeaseRefused
+from kvstore.core.errors import KVStoreError, LeaseRefused, PeerUnavailable
 from kvstore.core.plans import MatchWish
+from kvstore.health import DIRECTORY_LOST_S
 from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = pytest.mark.e2e
@@ -65,7 +68,11 @@ class Watched:
         return sum(sample.value for sample in samples)
 
     def problems(self) -> set[str]:
-        ready: dict[str, Any] = json.loads(self.page("readyz"))
+        try:
+            ready: dict[str, Any] = json.loads(self.page("readyz"))
+        except urllib.error.HTTPError as err:
+            with err:
+                ready = json.load(err)
         return {each["problem"] for each in ready["problems"]}
 
     def ask(self, seed: int, *, num_blocks: int = BLOCKS) -> pb.Plan | Any:
@@ -98,6 +105,18 @@ def watched(folder: Path, *flags: str) -> Iterator[Watched]:
     ):
         wait_until_faulted(engine)
         yield Watched(sidecar, port, engine)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A node whose only other one is killed before the first test: by the last one nothing was heard for a while."""
+    (port,) = free_ports(1)
+    with cluster_in(tmp_path_factory.mktemp("left")) as cluster:
+        one, two = cluster.start("one", "two", own={"one": ("--metrics-port", str(port))})
+        two.put(1, BLOCKS)
+        one.wait_until_found(1, BLOCKS, "two")
+        two.kill()
+        yield Watched(one, port, one.client)
 
 
 @pytest.fixture
@@ -250,3 +269,47 @@ def test_one_tenant_has_it_all(in_ram: Watched) -> None:
         assert in_ram.value("tenant_requested_tokens_total", tenant="big") == TOKENS
         assert in_ram.value("tenant_requested_tokens_total", tenant="(none)") == TOKENS
         assert in_ram.value("tenant_held_bytes", tenant="big", tier="pinned") == RAM_BLOCKS * BLOCK_NBYTES
+
+
+def buggy(folder: Path) -> Iterator[Watched]:
+    (port,) = free_ports(1)
+    sidecar = SidecarProcess(folder / "kvstore.sock", "--no-grpc", "--metrics-port", str(port), arena="2MiB")
+    program = sidecar._command.index("-m")
+    sidecar._command[program : program + 2] = [str(Path(__file__).parent / "buggy_sidecar.py")]
+    try:
+        with connected(sidecar.start()) as engine:
+            yield Watched(sidecar, port, engine)
+    finally:
+        sidecar.stop()
+
+
+def test_a_bug_of_ours_costs_the_one_who_met_it_a_connection_and_a_hanging_loop_is_named(tmp_path: Path) -> None:
+    for node in buggy(tmp_path):
+        with connected(node.sidecar) as other:
+            with pytest.raises(KVStoreError, match="the sidecar has a bug"):
+                other.drop(SPEC.namespace(), keys_of(1, 1))
+            wait_until(lambda other=other: not other.alive, "its connection is closed")
+        node.put(1)
+        assert node.value("crashes_total") == 1
+        assert "request crashed" in node.sidecar.log
+        assert "TypeError" in node.sidecar.log
+        assert node.problems() == set()
+
+        with connected(node.sidecar, call_deadline_s=0.25) as unlucky, pytest.raises(PeerUnavailable):
+            unlucky.pin(SPEC.namespace(), keys_of(1, 1), 1.0)
+        with ThreadPoolExecutor() as threads:
+            problems, health = threads.submit(node.problems), threads.submit(node.page, "healthz")
+        assert problems.result() == {"loop_stuck"}
+        error = health.exception()
+        assert isinstance(error, urllib.error.HTTPError)
+        assert error.code == 503
+        error.close()
+
+
+def test_the_directory_is_lost(left_alone: Watched) -> None:
+    """With a list of peers: no other one answers."""
+    wait_until(lambda: "directory_lost" in left_alone.problems(), "it is named", DIRECTORY_LOST_S + SETTLED_S)
+
+    assert left_alone.value("problem", problem="directory_lost") == 1
+    assert left_alone.value("directory_age_seconds") > DIRECTORY_LOST_S
+    assert left_alone.value("directory_failures_total") > 0
