@@ -276,6 +276,8 @@ class WorkerOutput:
     finished_saving: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # (job_id, for each move whether it was written)
     load_seconds: float = 0.0  # time spent copying since the last output, for Report and metrics
     load_bytes: int = 0
+    save_seconds: float = 0.0  # likewise
+    save_bytes: int = 0
     filled_from: tuple[FilledFrom, ...] = ()  # for each of finished_loading that was from the back
     load_times: tuple[LoadTime, ...] = field(default=(), compare=False)  # for each of finished_loading
     step: int = field(default=0, compare=False)  # that of the metadata which the worker got last

@@ -12,7 +12,7 @@ no rank copies into it. The store knows nothing of ranks.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.engine_connector.protocol import ConnectorMetadata, FilledFrom, LoadTime, WorkerOutput
 
@@ -58,7 +58,7 @@ class RankOutputs:
     def add(self, reports: Iterable[tuple[int, WorkerOutput]]) -> WorkerOutput:
         """What has been reported by all since the last call. `reports`: (rank, output), any number of each rank; those of a
         rank that is lost do not count. Bytes and seconds of copying are those of rank 0, since ranks copy side by side."""
-        step, load_seconds, load_bytes = 0, 0.0, 0
+        step, copied = 0, WorkerOutput()
         for rank, output in reports:
             if rank not in self._live:
                 continue
@@ -69,9 +69,14 @@ class RankOutputs:
                 save.written = [mine and all_others for mine, all_others in zip(written, save.written, strict=True)]
             step = max(step, output.step)
             if rank == 0:
-                load_seconds += output.load_seconds
-                load_bytes += output.load_bytes
-        return self._take_ended(step, load_seconds, load_bytes)
+                copied = replace(
+                    copied,
+                    load_seconds=copied.load_seconds + output.load_seconds,
+                    load_bytes=copied.load_bytes + output.load_bytes,
+                    save_seconds=copied.save_seconds + output.save_seconds,
+                    save_bytes=copied.save_bytes + output.save_bytes,
+                )
+        return self._take_ended(replace(copied, step=step))
 
     def lose(self, rank: int) -> WorkerOutput:
         """The rank's process is dead, so it copies nothing any more. What it has not reported has failed, and ends once the
@@ -85,7 +90,7 @@ class RankOutputs:
             if rank in save.waits_for:
                 save.waits_for.remove(rank)
                 save.written = [False] * len(save.written)
-        return self._take_ended(0, 0.0, 0)
+        return self._take_ended(WorkerOutput())
 
     def _add_loads(self, rank: int, output: WorkerOutput) -> None:
         filled_from, seconds = dict(output.filled_from), dict(output.load_times)
@@ -97,22 +102,21 @@ class RankOutputs:
             if request_id in filled_from:
                 load.filled_from = max(load.filled_from or 0, filled_from[request_id])
 
-    def _take_ended(self, step: int, load_seconds: float, load_bytes: int) -> WorkerOutput:
+    def _take_ended(self, copied: WorkerOutput) -> WorkerOutput:
+        """`copied`, with all that ended."""
         loads = {request_id: load for request_id, load in self._loads.items() if not load.waits_for}
         saves = {job_id: save for job_id, save in self._saves.items() if not save.waits_for}
         for request_id in loads:
             del self._loads[request_id]
         for job_id in saves:
             del self._saves[job_id]
-        return WorkerOutput(
+        return replace(
+            copied,
             finished_loading=frozenset(loads),
             failed_block_ids=frozenset(block_id for load in loads.values() for block_id in load.failed_block_ids),
             finished_saving=tuple((job_id, tuple(save.written)) for job_id, save in saves.items()),
-            load_seconds=load_seconds,
-            load_bytes=load_bytes,
             filled_from=tuple(
                 FilledFrom(r, load.filled_from) for r, load in loads.items() if load.filled_from is not None
             ),
             load_times=tuple(LoadTime(request_id, load.seconds) for request_id, load in loads.items()),
-            step=step,
         )

@@ -88,6 +88,7 @@ class Offer:
     first_block: int = 0  # blocks on the engine when match was asked
     plan: FetchPlan | None = None  # None: all that were found
     plan_id: int = 0
+    tiers: bytes = b""  # where each block behind `first_block` was found
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ class StoreSchedulerSide:
             self._planning_link = link
         if match is None or match.num_blocks <= first:
             return 0
-        state.offer = Offer(first, match.plan, match.plan_id)
+        state.offer = Offer(first, match.plan, match.plan_id, match.tiers[first:])
         last = match.num_blocks
         if match.plan is not None:
             last = min(last, first + match.plan.num_blocks)
@@ -168,6 +168,10 @@ class StoreSchedulerSide:
         self._new_loads.append(
             LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, pages[num_granted:])
         )
+
+    def tiers_of(self, request: Request) -> bytes:
+        """Numbers of the tiers (core.plans.TIERS) of the blocks behind those on the engine, as the last match found them."""
+        return self._state(request).offer.tiers
 
     def use_both_ends(self, chunk_tokens: int) -> None:
         """See protocol.BothEndsScheduler."""

@@ -3,21 +3,26 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvstore.engine_connector.vllm", "kv_load_failure_policy": "recompute"}'
 
-vLLM makes the object twice, once beside its scheduler and once in its worker, in one process or in two: two connections of
+vLLM makes the object once beside its scheduler and once in each worker, in one process or in several: so many connections of
 one instance. Each verb translates to the same verb of StoreSchedulerSide (through VllmRequests) or StoreWorkerSide; what
 those promise is in protocol.py. Loads and saves are asynchronous only: a synchronous load that fails lets the step compute,
 and a connector save, blocks made of garbage.
+
+KV events of tiers come from the sidecar (`kvstore serve --events`) and not from here: it knows what it evicts, and several
+engines on one store would announce the same block each.
 """
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,22 +34,26 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.client import Client
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import ConfigError
-from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.fingerprint import weights_fingerprint
 from kvstore.engine_connector.model_files import local_model_files
-from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput
+from kvstore.engine_connector.page_part import PagePart
+from kvstore.engine_connector.protocol import ConnectorMetadata, Pages, WorkerOutput
+from kvstore.engine_connector.rank_outputs import RankOutputs
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
+from kvstore.engine_connector.vllm_adapters import Adapters
 from kvstore.engine_connector.vllm_identity import (
     ConnectorSettings,
     EngineFacts,
     hash_seed,
     instance_of,
 )
+from kvstore.engine_connector.vllm_metrics import StoreProm, StoreStats
 from kvstore.engine_connector.vllm_requests import VllmRequests
 from kvstore.engine_connector.worker_side import StoreWorkerSide
 from kvstore.kernels.paged import PagedCache
@@ -63,6 +72,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 2.0  # for spans that are still to be sent
+_HIT_SOURCES = {"pinned": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +85,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not in
 
 @dataclass(frozen=True, slots=True)
 class StepOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
-    """Worker to scheduler, after steps in which something ended."""
+    """Workers to scheduler, after steps in which something ended: (rank, output) of each worker that has one."""
 
-    output: WorkerOutput
+    outputs: tuple[tuple[int, WorkerOutput], ...]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Never called: more than one worker is refused at start."""
-        raise AssertionError(f"two workers reported: {self} and {other}")
+    def aggregate(self, other: Self) -> "StepOutput":
+        """All of them: RankOutputs remembers who has reported what."""
+        return StepOutput(self.outputs + other.outputs)
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -89,11 +99,14 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _share_vllm_log()
+        share_vllm_log()
         _refuse_unsupported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
         self._instance = instance_of(str(transfer.engine_id), vllm_config.instance_id)
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._started_ns = time.time_ns()
+        self._ranks = RankOutputs(self._num_ranks)
         self._requests: VllmRequests | None = None
         self._worker: _WorkerRole | None = None
         self._tracer: OtelTracer | None = None
@@ -117,7 +130,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """The scheduler is complete: connect."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        spec = _kv_spec(self._vllm_config, self._kv_cache_config, self._instance)
+        spec = engine_facts(self._vllm_config, self._kv_cache_config, self._instance).spec()
         client = Client(
             self._settings.socket,
             instance=self._instance,
@@ -138,7 +151,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             chunk_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             tracer=self._tracer,
         )
-        self._requests = VllmRequests(side)
+        self._requests = VllmRequests(side, Adapters(self._started_ns), block_tokens=spec.block_tokens)
 
     def on_new_request(self, request: "Request") -> None:
         """Called once for each request, before anything else."""
@@ -154,15 +167,22 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if num_external_tokens:
             self._on_scheduler.load(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """By the tiers that the match named; vLLM calls what does not add up unspecified."""
+        hits = self._on_scheduler.hit_tokens(request.request_id, num_external_tokens)
+        return {_HIT_SOURCES[tier]: num_tokens for tier, num_tokens in hits.items() if tier in _HIT_SOURCES}
+
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Called every step."""
-        return StepMetadata(*self._on_scheduler.build_meta(scheduler_output))
+        plan = self._on_scheduler.build_meta(scheduler_output)
+        self._ranks.expect(plan.step)
+        return StepMetadata(*plan)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Called after every step in which the worker reported something."""
         meta = connector_output.kv_connector_worker_meta
         if meta is not None:
-            self._on_scheduler.take(meta.output)
+            self._on_scheduler.take(self._ranks.add(meta.outputs))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
         """Called once for each request. True keeps its pages until the worker names it in finished_sending."""
@@ -172,6 +192,26 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         """The weights may have changed in memory, where the fingerprint does not see it."""
         self._on_scheduler.reset()
         return True
+
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        """Asked of both roles; the scheduler's half has them all."""
+        return None if self._requests is None else StoreStats(data=self._requests.take_counts())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
+        """In the API server."""
+        return StoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StoreProm:
+        """In the API server."""
+        return StoreProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def _on_scheduler(self) -> VllmRequests:
@@ -183,16 +223,21 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The pages exist: connect and map the arena."""
         (group,) = self._kv_cache_config.kv_cache_groups
-        pages = PagedCache([kv_caches[name] for name in group.layer_names])
-        expected = _block_nbytes(self._kv_cache_config)
+        pages: Pages = PagedCache([kv_caches[name] for name in group.layer_names])
+        expected = _page_nbytes(self._kv_cache_config)
         if pages.page_nbytes != expected:
             raise ConfigError(
                 f"kv_caches: a block has {pages.page_nbytes} bytes in the tensors and {expected} in kv_cache_config",
                 field="kv_caches",
                 value=pages.page_nbytes,
             )
-        client = Client(self._settings.socket, instance=self._instance, role=WORKER, tenant=self._settings.tenant)
-        self._worker = _WorkerRole(StoreSession(client), pages)
+        rank = get_tensor_model_parallel_rank()
+        if self._num_ranks > 1:
+            pages = PagePart(pages, rank=rank, num_ranks=self._num_ranks)
+        client = Client(
+            self._settings.socket, instance=self._instance, role=WORKER, rank=rank, tenant=self._settings.tenant
+        )
+        self._worker = _WorkerRole(StoreSession(client), pages, rank)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """First call of a step, before pages are overwritten."""
@@ -226,7 +271,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def build_connector_worker_meta(self) -> StepOutput | None:
         """For our scheduler half."""
         output = self._on_worker.output
-        return StepOutput(output) if output.step or output != WorkerOutput() else None
+        return StepOutput(((self._on_worker.rank, output),)) if output.step or output != WorkerOutput() else None
 
     @property
     def _on_worker(self) -> "_WorkerRole":
@@ -237,8 +282,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 class _WorkerRole:
     """What lives beside vLLM's pages."""
 
-    def __init__(self, session: StoreSession, pages: PagedCache) -> None:
+    def __init__(self, session: StoreSession, pages: Pages, rank: int) -> None:
         session.start()
+        self.rank = rank
         self._session = session
         self.side = StoreWorkerSide(session)
         self.side.register_pages(pages)
@@ -260,7 +306,9 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
         ("device", current_platform.device_type, "cpu"),
         ("kv_role", transfer.kv_role, "kv_both"),
         ("kv_load_failure_policy", transfer.kv_load_failure_policy, "recompute"),  # "fail" would fail their requests
-        ("tensor_parallel_size x pipeline_parallel_size", parallel.world_size, 1),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),  # ranks with other layers
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),  # ranks with other tokens
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
         ("speculative_config", vllm_config.speculative_config, None),
         ("kv_cache_groups", [type(spec).__name__ for spec in specs], [FullAttentionSpec.__name__]),
     ):
@@ -272,8 +320,10 @@ def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
             )
 
 
-def _kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: bytes) -> KVSpec:
+def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: bytes) -> EngineFacts:
+    """Of an engine with one layer group."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
     (group,) = kv_cache_config.kv_cache_groups
     pages = group.kv_cache_spec
     isa = _get_attn_isa(model.dtype, pages.block_size, pages.head_size, cache.cache_dtype)
@@ -288,18 +338,20 @@ def _kv_spec(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: 
         attention=f"cpu-{isa}",
         layout=str(kv_cache_config.kv_cache_layout),
         num_layers=len(group.layer_names),
-        num_kv_heads=pages.num_kv_heads,
+        num_ranks=num_ranks,
+        num_kv_heads=model.get_total_num_kv_heads(),
         head_size=pages.head_size,
         block_tokens=pages.block_size,
-        block_nbytes=_block_nbytes(kv_cache_config),
+        block_nbytes=_page_nbytes(kv_cache_config) * num_ranks,
         hash_algorithm=algorithm,
         hash_seed=hash_seed(
             algorithm, os.environ.get("PYTHONHASHSEED"), default=DEFAULT_NONE_HASH_SEED, instance=instance
         ),
-    ).spec()
+    )
 
 
-def _block_nbytes(kv_cache_config: KVCacheConfig) -> int:
+def _page_nbytes(kv_cache_config: KVCacheConfig) -> int:
+    """Of one worker."""
     (group,) = kv_cache_config.kv_cache_groups
     return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
 
@@ -310,7 +362,7 @@ def _model_files(vllm_config: VllmConfig) -> Path:
     return local_model_files(model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir)
 
 
-def _share_vllm_log() -> None:
+def share_vllm_log() -> None:
     """vLLM gives handlers to its own logger only; without this our warnings would lack a format and our news be lost."""
     ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:

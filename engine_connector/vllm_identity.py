@@ -59,7 +59,8 @@ class EngineFacts:
     attention: str  # backend and instruction set
     layout: str  # order of layer, block, head, token, content in memory
     num_layers: int
-    num_kv_heads: int
+    num_ranks: int  # workers with a part of each page: tensor parallelism
+    num_kv_heads: int  # of all ranks; those that several ranks have count once
     head_size: int
     block_tokens: int
     block_nbytes: int
@@ -88,10 +89,16 @@ class EngineFacts:
                 block_tokens=self.block_tokens,
                 digest_nbytes=_DIGEST_NBYTES[self.hash_algorithm],
             ),
-            page_format=(page_format := f"opaque:vllm-{self.version}:{self.attention}:{self.layout}"),
-            stored_format=page_format,
+            page_format=self._page_format,
+            stored_format=self._page_format,
             opaque_block_nbytes=self.block_nbytes,
         )
+
+    @property
+    def _page_format(self) -> str:
+        """The ranks' parts of an opaque block lie one after the other, so that another number of ranks is another format."""
+        ranks = f":tp{self.num_ranks}" if self.num_ranks > 1 else ""
+        return f"opaque:vllm-{self.version}:{self.attention}:{self.layout}{ranks}"
 
 
 def hash_seed(algorithm: str, python_hash_seed: str | None, *, default: str, instance: bytes) -> str:

@@ -8,23 +8,27 @@ What vLLM's contract asks for beyond protocol.py:
               request in finished_sending. We know here when that may be, so the next metadata tells the worker, which
               repeats it.
 
-A request is usable while its hashes name its KV: never for some (is_cacheable), and no more once the cache was reset.
+A request is usable while its keys name its KV: never for some, and no more once the cache was reset.
 """
 
 import hashlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from kvstore.core.plans import TIERS
 from kvstore.core.traces import read_traceparent
 from kvstore.engine_connector.protocol import (
     CacheOptions,
     ConnectorMetadata,
+    Request,
     ScheduledRequest,
     SchedulerSide,
     WorkerOutput,
 )
+from kvstore.engine_connector.vllm_adapters import Adapters, LoraRequest
 
 logger = logging.getLogger(__name__)
 _SALT_NBYTES = 16
@@ -39,7 +43,7 @@ class VllmRequest(Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     block_hashes: Sequence[bytes]
-    lora_request: Any
+    lora_request: LoraRequest | None
     resumable: bool
     skip_reading_prefix_cache: bool
     trace_headers: Mapping[str, str] | None
@@ -61,6 +65,14 @@ class SchedulerOutput(Protocol):
     kv_connector_block_state: BlockTables
 
 
+class StoreSide(SchedulerSide, Protocol):
+    """A scheduler side that knows where blocks lie."""
+
+    def tiers_of(self, request: Request) -> bytes:
+        """Numbers of the tiers (core.plans.TIERS) of the blocks behind those on the engine, as the last match found them."""
+        ...
+
+
 class StepPlan(NamedTuple):
     """What the worker is told in a step."""
 
@@ -68,18 +80,14 @@ class StepPlan(NamedTuple):
     let_go: frozenset[str]  # held requests whose pages are not used any more
 
 
-def is_cacheable(request: VllmRequest) -> bool:
-    """Whether the request's hashes name its KV. An adapter is in them by name and path only, so that another adapter under
-    the same path would be served this one's KV; the tokens of a resumable request may be taken back."""
-    return request.lora_request is None and not request.resumable
-
-
 class TrackedRequest:
-    """A vLLM request as protocol.Request. A `salt` (after reset_cache) makes its hashes differ from all before."""
+    """A vLLM request as protocol.Request. `epoch` (after reset_cache) and `adapter` (what its LoRA weights are) make its keys
+    differ from those of others with the same hashes; without them the keys are vLLM's hashes."""
 
-    def __init__(self, request: VllmRequest, salt: bytes) -> None:
+    def __init__(self, request: VllmRequest, *, epoch: bytes = b"", adapter: bytes = b"") -> None:
         self._request = request
-        self.salt = salt
+        self.epoch = epoch
+        self._salt = epoch + adapter
         self._salted: list[bytes] = []
 
     @property
@@ -116,27 +124,33 @@ class TrackedRequest:
     def block_hashes(self) -> Sequence[bytes]:
         """See protocol.Request."""
         hashes = self._request.block_hashes
-        if not self.salt:
+        if not self._salt:
             return hashes
         for digest in hashes[len(self._salted) :]:
-            self._salted.append(hashlib.sha256(self.salt + digest).digest()[: len(digest)])
+            self._salted.append(hashlib.sha256(self._salt + digest).digest()[: len(digest)])
         return self._salted
 
 
 class VllmRequests:
-    """One thread: vLLM's scheduler. Closes `side`."""
+    """One thread: vLLM's scheduler. Closes `side`. `block_tokens`: of a block of the store."""
 
-    def __init__(self, side: SchedulerSide) -> None:
+    def __init__(self, side: StoreSide, adapters: Adapters, *, block_tokens: int) -> None:
         self._side = side
+        self._adapters = adapters
+        self._block_tokens = block_tokens
         self._requests: dict[str, tuple[VllmRequest, TrackedRequest]] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
-        self._salt = b""
+        self._epoch = b""
+        self._counts: Counter[str] = Counter()
 
     def add(self, request: VllmRequest) -> None:
-        """Remember a new request, if we can serve it at all."""
-        if is_cacheable(request):
-            self._requests[request.request_id] = request, TrackedRequest(request, self._salt)
+        """Remember a new request, if we can serve it at all: the tokens of a resumable one may be taken back, and of an adapter
+        it must be known what it is."""
+        adapter = b"" if request.lora_request is None else self._adapters.salt(request.lora_request)
+        if adapter is not None and not request.resumable:
+            tracked = TrackedRequest(request, epoch=self._epoch, adapter=adapter)
+            self._requests[request.request_id] = request, tracked
 
     def match(self, request: VllmRequest, num_computed_tokens: int) -> int:
         """Tokens the store can give beyond `num_computed_tokens`."""
@@ -150,6 +164,16 @@ class VllmRequests:
         _, tracked = self._requests[request_id]
         self._side.update_state_after_alloc(tracked, block_ids, num_tokens)
         self._loading.add(request_id)
+        self._counts["loads"] += 1
+        for tier, num_of_tier in self.hit_tokens(request_id, num_tokens).items():
+            self._counts[f"hit_tokens_{tier}"] += num_of_tier
+
+    def hit_tokens(self, request_id: str, num_tokens: int) -> Mapping[str, int]:
+        """In which tiers (by their names in core.plans.TIERS) so many tokens of a load that was started lay."""
+        if request_id not in self._requests:
+            return {}
+        tiers = self._side.tiers_of(self._requests[request_id][1])[: num_tokens // self._block_tokens]
+        return {name: tiers.count(number) * self._block_tokens for number, name in enumerate(TIERS) if number in tiers}
 
     def build_meta(self, output: SchedulerOutput) -> StepPlan:
         """Loads, saves and preemptions of the step, and what is not held any more."""
@@ -172,6 +196,28 @@ class VllmRequests:
         """What the worker reported."""
         self._side.update_connector_output(output)
         self._loading -= output.finished_loading
+        self._count(output)
+
+    def take_counts(self) -> dict[str, float]:
+        """What was counted since the last call, for vLLM's metrics."""
+        counts: dict[str, float] = dict(self._counts)
+        self._counts.clear()
+        return counts
+
+    def _count(self, output: WorkerOutput) -> None:
+        written = [ok for _, oks in output.finished_saving for ok in oks]
+        for name, value in (
+            ("load_seconds", output.load_seconds),
+            ("load_bytes", output.load_bytes),
+            ("load_wait_seconds", sum(load.seconds for load in output.load_times)),
+            ("failed_load_blocks", len(output.failed_block_ids)),
+            ("save_seconds", output.save_seconds),
+            ("save_bytes", output.save_bytes),
+            ("saved_blocks", sum(written)),
+            ("failed_save_blocks", len(written) - sum(written)),
+        ):
+            if value:
+                self._counts[name] += value  # type: ignore[assignment]  # a Counter takes floats too
 
     def finish(self, request_id: str) -> bool:
         """A request ended or was aborted: whether vLLM is to keep its pages until we let go of it."""
@@ -183,7 +229,7 @@ class VllmRequests:
 
     def reset(self) -> None:
         """From now on other keys, so that nothing saved so far is found; live requests are computed and not saved."""
-        self._salt = os.urandom(_SALT_NBYTES)
+        self._epoch = os.urandom(_SALT_NBYTES)
         logger.warning(
             "cache reset: what was saved so far is not used by this engine again, nor what it saves by others"
         )
@@ -193,4 +239,4 @@ class VllmRequests:
         self._side.close()
 
     def _is_usable(self, request_id: str) -> bool:
-        return request_id in self._requests and self._requests[request_id][1].salt == self._salt
+        return request_id in self._requests and self._requests[request_id][1].epoch == self._epoch

@@ -93,6 +93,7 @@ class _Loaded(NamedTuple):
 class _Saved(NamedTuple):
     job_id: int
     written: tuple[bool, ...]
+    seconds: float  # from the job's turn on: by layers, the forward's time is in it
 
 
 @dataclass(slots=True)
@@ -217,15 +218,18 @@ class StoreWorkerSide:
         """See protocol.WorkerSide."""
         reports = list(_drain(self._reports, wait_s))
         loaded = [report for report in reports if isinstance(report, _Loaded)]
+        saved = [report for report in reports if isinstance(report, _Saved)]
         for report in loaded:
             self._by_layers.pop(report.request_id, None)
             self._from_back.pop(report.request_id, None)
         return WorkerOutput(
             finished_loading=frozenset(report.request_id for report in loaded),
             failed_block_ids=frozenset(block_id for report in loaded for block_id in report.failed_block_ids),
-            finished_saving=tuple((r.job_id, r.written) for r in reports if isinstance(r, _Saved)),
+            finished_saving=tuple((report.job_id, report.written) for report in saved),
             load_seconds=sum(report.copying_s for report in loaded),
             load_bytes=sum(report.nbytes for report in loaded),
+            save_seconds=sum(report.seconds for report in saved),
+            save_bytes=sum(sum(report.written) for report in saved) * self._page_nbytes(),
             filled_from=tuple(FilledFrom(r.request_id, r.filled_from) for r in loaded if r.filled_from is not None),
             load_times=tuple(LoadTime(report.request_id, report.seconds) for report in loaded),
             step=self._step,
@@ -386,14 +390,14 @@ class StoreWorkerSide:
             self._save(save)
 
     def _save(self, save: _Save) -> None:
-        job, written = save.job, [False] * len(save.job.moves)
+        job, written, started_s = save.job, [False] * len(save.job.moves), self._clock.now_s()
         try:
             self._copy_out(save, written)
         except Exception:  # outermost frame of the job: whatever it was, the save must be reported
             logger.exception("save failed request_id=%s", job.request_id)
             written = [False] * len(job.moves)
         self._in_flight.remove(job)
-        self._reports.put(_Saved(job.job_id, tuple(written)))
+        self._reports.put(_Saved(job.job_id, tuple(written), self._clock.now_s() - started_s))
 
     def _copy_out(self, save: _Save, written: list[bool]) -> None:
         job, pages = save.job, self._pages

@@ -51,6 +51,8 @@ def test_one_rank_is_told_as_it_reports() -> None:
         finished_saving=((7, (True,)),),
         load_seconds=0.5,
         load_bytes=4096,
+        save_seconds=0.25,
+        save_bytes=8192,
         filled_from=(FilledFrom("r", 1),),
         load_times=(LoadTime("r", 0.75),),
         step=3,
@@ -100,11 +102,11 @@ def test_a_load_from_the_back_is_filled_from_where_all_ranks_have_it() -> None:
 
 def test_bytes_and_seconds_of_copying_are_counted_once() -> None:
     ranks = RankOutputs(2)
-    report = WorkerOutput(load_seconds=0.5, load_bytes=100)
+    report = WorkerOutput(load_seconds=0.5, load_bytes=100, save_seconds=0.25, save_bytes=60)
 
     told = [ranks.add([(rank, report)]) for rank in (0, 1)]
 
-    assert [(each.load_bytes, each.load_seconds) for each in told] == [(100, 0.5), (0, 0.0)]
+    assert told == [report, WorkerOutput()]
 
 
 def test_what_a_dead_rank_has_not_reported_has_failed_once_the_others_are_done() -> None:

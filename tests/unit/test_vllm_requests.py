@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvstore.engine_connector.protocol import ConnectorMetadata, ScheduledRequest, WorkerOutput
+from kvstore.engine_connector.protocol import ConnectorMetadata, LoadTime, ScheduledRequest, WorkerOutput
 from kvstore.engine_connector.vllm_requests import VllmRequests
 
 
@@ -71,8 +71,18 @@ class FakeSide:
     def has_pending(self, request_id):
         return request_id in self.pending
 
+    def tiers_of(self, request):
+        return bytes([0, 0, 1])
+
     def close(self):
         pass
+
+
+class FakeAdapters:
+    """Knows one adapter."""
+
+    def salt(self, lora):
+        return b"known" if lora == "known" else None
 
 
 @pytest.fixture
@@ -82,7 +92,7 @@ def side():
 
 @pytest.fixture
 def requests(side):
-    return VllmRequests(side)
+    return VllmRequests(side, FakeAdapters(), block_tokens=32)
 
 
 def test_a_scheduled_request_is_passed_on_with_its_whole_table(requests, side):
@@ -96,7 +106,7 @@ def test_a_scheduled_request_is_passed_on_with_its_whole_table(requests, side):
     assert side.preempted == {"p"}
 
 
-@pytest.mark.parametrize("refused", [{"lora_request": "adapter"}, {"resumable": True}])
+@pytest.mark.parametrize("refused", [{"lora_request": "unknown"}, {"resumable": True}])
 def test_a_request_whose_hashes_do_not_name_its_kv_is_left_alone(requests, side, refused):
     request = FakeRequest(**refused)
     requests.add(request)
@@ -106,6 +116,53 @@ def test_a_request_whose_hashes_do_not_name_its_kv_is_left_alone(requests, side,
     assert requests.match(request, 0) == 0
     assert side.matched == side.scheduled == []
     assert requests.finish("r") is False
+
+
+def test_an_adapter_that_is_known_has_keys_of_its_own(requests, side):
+    plain, adapted = FakeRequest("p"), FakeRequest("a", lora_request="known")
+    for request in (plain, adapted):
+        requests.add(request)
+        requests.match(request, 0)
+
+    assert side.matched[0] == plain.block_hashes
+    assert len(side.matched[1]) == len(plain.block_hashes)
+    assert not set(side.matched[1]) & set(plain.block_hashes)
+    assert {len(key) for key in side.matched[1]} == {32}
+
+
+def test_hits_are_counted_by_the_tier_in_which_they_lay(requests):
+    request = FakeRequest()
+    requests.add(request)
+    requests.load("r", [7, 8, 9], requests.match(request, 0))
+    output = WorkerOutput(
+        finished_loading=frozenset({"r"}),
+        failed_block_ids=frozenset({9}),
+        finished_saving=((1, (True, True, False)),),
+        load_seconds=0.5,
+        load_bytes=200,
+        save_seconds=0.25,
+        save_bytes=300,
+        load_times=(LoadTime("r", 0.75),),
+    )
+    requests.take(output)
+
+    assert requests.hit_tokens("r", 96) == {"pinned": 64, "nvme": 32}
+    assert requests.hit_tokens("r", 32) == {"pinned": 32}
+    assert requests.hit_tokens("of another", 32) == {}
+    assert requests.take_counts() == {
+        "loads": 1,
+        "hit_tokens_pinned": 64,
+        "hit_tokens_nvme": 32,
+        "load_seconds": 0.5,
+        "load_bytes": 200,
+        "load_wait_seconds": 0.75,
+        "failed_load_blocks": 1,
+        "save_seconds": 0.25,
+        "save_bytes": 300,
+        "saved_blocks": 2,
+        "failed_save_blocks": 1,
+    }
+    assert requests.take_counts() == {}
 
 
 def test_a_request_that_must_compute_its_prompt_is_not_matched_but_saved(requests, side):

@@ -1,9 +1,10 @@
 """The demo's GGUF model as a Hugging Face directory that vLLM can serve: bfloat16 safetensors, config, tokenizer.
 
-    python tests/vllm/make_model.py DIRECTORY [--scale-first-norm 1.01]
+    python tests/vllm/make_model.py DIRECTORY [--scale-first-norm 1.01] [--random]
 
 The loader of the included engine has already undone llama.cpp's interleaving of Q and K rows. With --scale-first-norm the
-weights are others (a stand-in for a fine-tune), the shapes are the same.
+weights are others (a stand-in for a fine-tune), the shapes are the same. With --random it is a small model of random weights
+whose heads can be shared out among two ranks, with the same tokenizer.
 """
 
 import argparse
@@ -16,6 +17,15 @@ from kvstore.engine_connector.engine.loader import LoadedModel, load_model
 from kvstore.models import find_model
 
 EOS = "<|im_end|>"
+RANDOM_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+}
 
 
 def make_model(directory: Path, *, scale_first_norm: float = 1.0) -> Path:
@@ -31,6 +41,56 @@ def make_model(directory: Path, *, scale_first_norm: float = 1.0) -> Path:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(loaded, directory)
     (directory / "config.json").write_text(json.dumps(_config(loaded), indent=1))
+    return directory
+
+
+def make_random_model(directory: Path) -> Path:
+    """Likewise: 4 layers, 8 heads, 2 KV heads. Weights are large and the output has its own, or else one token would come again
+    and again, whatever the KV."""
+    from safetensors.torch import save_file  # as above
+
+    if (directory / "config.json").exists():
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    loaded = load_model(find_model())
+    config = _config(loaded) | RANDOM_SHAPE
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], 256), "lm_head.weight": (config["vocab_size"], 256)}
+    norms = ["model.norm.weight"]
+    for index in range(4):
+        prefix = f"model.layers.{index}."
+        norms += [prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"]
+        for name, shape in (("q", (256, 256)), ("k", (64, 256)), ("v", (64, 256)), ("o", (256, 256))):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = shape
+        for name, shape in (("gate", (512, 256)), ("up", (512, 256)), ("down", (256, 512))):
+            shapes[f"{prefix}mlp.{name}_proj.weight"] = shape
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
+    tensors |= {name: torch.ones(256) for name in norms}
+    save_file(
+        {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    _write_tokenizer(loaded, directory)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def make_adapter(directory: Path, *, seed: int) -> Path:
+    """Write a LoRA adapter of random weights for the random model, over what was there."""
+    from safetensors.torch import save_file  # as above
+
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for index in range(4):
+        for name, rows in (("q_proj", 256), ("v_proj", 64)):
+            prefix = f"base_model.model.model.layers.{index}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn((8, 256), generator=generator) * 0.1
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn((rows, 8), generator=generator) * 0.1
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(about))
     return directory
 
 
@@ -92,5 +152,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--scale-first-norm", type=float, default=1.0)
+    parser.add_argument("--random", action="store_true")
     arguments = parser.parse_args()
-    print(make_model(arguments.directory, scale_first_norm=arguments.scale_first_norm))
+    if arguments.random:
+        print(make_random_model(arguments.directory))
+    else:
+        print(make_model(arguments.directory, scale_first_norm=arguments.scale_first_norm))

@@ -1,6 +1,8 @@
 """The connector beside vLLM's own classes: what it refuses, and that it is what vLLM's factory expects."""
 
+import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,20 +25,25 @@ def configs(**changes):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     full = object.__new__(FullAttentionSpec)
-    values = {"kv_role": "kv_both", "policy": "recompute", "world_size": 1, "speculative": None, "specs": [full]}
-    values |= changes
+    values = {"kv_role": "kv_both", "policy": "recompute", "pp": 1, "pcp": 1, "dcp": 1, "speculative": None}
+    values |= {"specs": [full]} | changes
     vllm_config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_role=values["kv_role"], kv_load_failure_policy=values["policy"], kv_connector_extra_config={}
         ),
-        parallel_config=SimpleNamespace(world_size=values["world_size"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=values["pp"],
+            prefill_context_parallel_size=values["pcp"],
+            decode_context_parallel_size=values["dcp"],
+        ),
         speculative_config=values["speculative"],
     )
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in values["specs"]]
     return vllm_config, SimpleNamespace(kv_cache_groups=groups)
 
 
-def test_an_engine_with_one_worker_and_one_group_is_served(connector):
+def test_an_engine_with_one_group_is_served_by_any_number_of_ranks(connector):
     connector._refuse_unsupported(*configs())
 
 
@@ -45,7 +52,9 @@ def test_an_engine_with_one_worker_and_one_group_is_served(connector):
     [
         ({"kv_role": "kv_producer"}, "kv_role"),
         ({"policy": "fail"}, "kv_load_failure_policy"),
-        ({"world_size": 2}, "tensor_parallel_size x pipeline_parallel_size"),
+        ({"pp": 2}, "pipeline_parallel_size"),
+        ({"pcp": 2}, "prefill_context_parallel_size"),
+        ({"dcp": 2}, "decode_context_parallel_size"),
         ({"speculative": "eagle"}, "speculative_config"),
         ({"specs": [object()]}, "kv_cache_groups"),
         ({"specs": []}, "kv_cache_groups"),
@@ -77,7 +86,16 @@ def test_vllm_finds_the_class_and_takes_a_lost_save_for_no_loss(connector):
 def test_messages_between_the_processes_can_be_pickled(connector):
     messages = (
         connector.StepMetadata(ConnectorMetadata(boot_id=b"b" * 16), frozenset({"r"})),
-        connector.StepOutput(WorkerOutput(finished_loading=frozenset({"r"}))),
+        connector.StepOutput(((1, WorkerOutput(finished_loading=frozenset({"r"}))),)),
     )
 
     assert pickle.loads(pickle.dumps(messages)) == messages
+
+
+def test_the_record_that_tests_without_vllm_go_by_is_of_this_vllm():
+    """tests/vllm/record_contract.py writes a new one; what differs is what the plug-ins have to follow."""
+    from record_contract import signatures
+
+    recorded = json.loads((Path(__file__).parent.parent / "data" / "vllm_contract.json").read_text())
+
+    assert {name: recorded[name] for name in ("version", "classes")} == signatures()

@@ -4,19 +4,22 @@ One server runs without a store and gives the tokens that the others must give. 
 `first` with plenty of pages, `second` with few and with loads that can be slowed down. The last three start a server each.
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from make_model import make_model
-from servers import BLOCK_TOKENS, CONNECTOR, Answer, Sidecar, VllmServer, eventually
-
-TIE_EPSILON = 0.02
-"""Log probabilities of a step's two best tokens: nearer ones may change places with the height of a matrix product."""
+from servers import (
+    BLOCK_TOKENS,
+    SLOW_CONNECTOR,
+    Answer,
+    Sidecar,
+    Slow,
+    VllmServer,
+    assert_same_tokens,
+    eventually,
+)
 
 NUM_LONG_TOKENS = 1500
 NUM_LOADABLE_TOKENS = (NUM_LONG_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -25,31 +28,9 @@ NUM_SMALL_TOKENS, NUM_SMALL_OUTPUT = 500, 100
 SMALL = ("key", "ring", "stamp", "clock")
 
 
-def assert_same_tokens(answer: Answer, reference: Answer) -> None:
-    """Equal, except from the first step on at which the reference's two best tokens are a tie. Up to there the gap between
-    the two best must be equal too: a model that goes on with a list writes the same words on half a prompt of garbage."""
-    for step, (token, expected) in enumerate(zip(answer.token_ids, reference.token_ids, strict=True)):
-        assert abs(answer.gaps[step] - reference.gaps[step]) < TIE_EPSILON, (step, answer.gaps, reference.gaps)
-        if token != expected:
-            assert reference.gaps[step] < TIE_EPSILON, f"step {step}: {token} instead of {expected}"
-            return
-
-
 def second_turn(name: str, prompts: dict[str, list[int]], answers: dict[str, Answer]) -> list[int]:
     """A prompt, its answer, and a little more."""
     return [*prompts[name], *answers[name].token_ids, *prompts["letter"][:20]]
-
-
-@pytest.fixture(scope="module")
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvstore-vllm-"))  # short enough for a Unix socket
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture(scope="module")
-def cache(request: pytest.FixtureRequest) -> Path:
-    return request.config.rootpath / ".cache" / "vllm"
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +75,6 @@ def reference(served: Path, directory: Path, prompts: dict[str, list[int]]) -> d
 
 
 @pytest.fixture(scope="module")
-def sidecar(directory: Path) -> Iterator[Sidecar]:
-    """Not started: the first test runs without."""
-    sidecar = Sidecar(directory)
-    yield sidecar
-    sidecar.kill()
-
-
-@pytest.fixture(scope="module")
 def first(served: Path, directory: Path, sidecar: Sidecar, reference: dict[str, Answer]) -> Iterator[VllmServer]:
     server = VllmServer("first", served, directory, store=sidecar.socket)
     try:
@@ -111,40 +84,16 @@ def first(served: Path, directory: Path, sidecar: Sidecar, reference: dict[str, 
         server.stop()
 
 
-class Slow:
-    """What slow_connector.py reads."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    @contextmanager
-    def each(self, name: str, seconds: float) -> Iterator[Path]:
-        """Slow down `loads` or `saves`; yields the file that appears when one has begun."""
-        switch, started = self.directory / name, self.directory / f"{name}.started"
-        started.unlink(missing_ok=True)
-        switch.write_text(str(seconds))
-        try:
-            yield started
-        finally:
-            switch.unlink()
-
-
-@pytest.fixture(scope="module")
-def slow(directory: Path) -> Slow:
-    return Slow(directory)
-
-
 @pytest.fixture(scope="module")
 def second(served: Path, directory: Path, sidecar: Sidecar, slow: Slow) -> Iterator[VllmServer]:
-    connector = CONNECTOR | {"kv_connector_module_path": "slow_connector"}
     server = VllmServer(
         "second",
         served,
         directory,
         store=sidecar.socket,
-        connector=connector,
+        connector=SLOW_CONNECTOR,
         args=["--num-gpu-blocks-override", str(FEW_PAGES)],
-        env={"PYTHONPATH": str(Path(__file__).parent), "SLOW": str(slow.directory)},
+        env=slow.env,
     )
     try:
         server.start()
