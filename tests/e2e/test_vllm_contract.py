@@ -1,0 +1,281 @@
+"""The plug-ins for vLLM where vLLM is not installed: they fit the recorded signatures of its classes, and do what they did when
+vLLM called them, call by call. tests/vllm/test_vllm_connector.py checks that the record is that of the installed vLLM."""
+
+import inspect
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm_stub import CONTRACT, FullAttentionSpec, KVConnectorRole, parameters, vllm_stubbed
+
+from kvstore.core.errors import ConfigError
+
+DEADLINE_S = 10.0
+OURS_TO_THEIRS = [
+    ("vllm", "KVStoreConnector", "KVConnectorBase_V1"),
+    ("vllm", "StepOutput", "KVConnectorWorkerMetadata"),
+    ("vllm_metrics", "StoreStats", "KVConnectorStats"),
+    ("vllm_metrics", "StoreProm", "KVConnectorPromMetrics"),
+    ("vllm_tier", "KVStoreOffloadingConnector", "OffloadingConnector"),
+    ("vllm_tier", "KVStoreTier", "SecondaryTierManager"),
+]
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with vllm_stubbed() as ours:
+        yield ours
+
+
+@pytest.mark.parametrize(("module", "ours", "theirs"), OURS_TO_THEIRS)
+def test_each_method_of_vllm_is_overridden_with_parameters_that_its_calls_fit(modules, module, ours, theirs):
+    cls, recorded = getattr(modules[module], ours), CONTRACT["classes"][theirs]
+
+    assert not inspect.isabstract(cls), sorted(cls.__abstractmethods__)
+    for name in vars(cls).keys() & recorded["methods"].keys() - {"__init__"}:
+        mine, wanted = parameters(inspect.getattr_static(cls, name)), recorded["methods"][name]
+        positional = [p.name for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positional[: len(wanted)] == [p for p, kind, _ in wanted if kind == "POSITIONAL_OR_KEYWORD"], name
+        for parameter in mine[len(wanted) :]:
+            assert parameter.default is not parameter.empty, f"{name}: vLLM does not give {parameter.name}"
+        if any(kind == "VAR_KEYWORD" for _, kind, _ in wanted):
+            assert any(p.kind is p.VAR_KEYWORD for p in mine), name
+
+
+def test_no_method_is_misspelt(modules):
+    """A public method of the connector that vLLM does not know would never be called."""
+    for module, ours, theirs in OURS_TO_THEIRS:
+        cls, known = getattr(modules[module], ours), set(CONTRACT["classes"][theirs]["methods"])
+        known |= {"requires_kv_delivery", "request_finished_all_groups", "reset", "outputs", "data"}
+        public = {name for name in vars(cls) if not name.startswith("_")}
+        assert public <= known, (ours, public - known)
+
+
+# --- replay --------------------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """Our connector in both roles, called as vLLM called it. Pages hold numbers that tell the block they are of."""
+
+    def __init__(self, modules, config, socket):
+        self.module = modules["vllm"]
+        (register,) = [call for call in CONTRACT["calls"] if call["name"] == "register_kv_caches"]
+        shapes = {name: shape for name, (shape, _) in register["args"][0].items()}
+        self.num_pages = 1 + max(page for call in CONTRACT["calls"] for page in pages_of(call))
+        self.caches = {name: torch.zeros(self.num_pages, *shape[1:]) for name, shape in shapes.items()}
+        _, heads, tokens, content = next(iter(shapes.values()))
+        page = FullAttentionSpec(
+            block_size=tokens,
+            head_size=content // 2,
+            num_kv_heads=heads,
+            page_size_bytes=heads * tokens * content * 4,
+        )
+        group = SimpleNamespace(kv_cache_spec=page, layer_names=list(shapes))
+        kv_cache_config = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC")
+        self.scheduler, self.worker = (
+            self.module.KVStoreConnector(config, role, kv_cache_config)
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+        )
+        self.requests, self.meta, self.received, self.released = {}, None, [], []
+        self.held, self.fails = set(), False
+
+    def run(self):
+        for call in CONTRACT["calls"]:
+            getattr(self, "on_" + call["name"], self.on_other)(call)
+        self.until(lambda: self.held <= set(self.released))
+
+    def request(self, recorded):
+        request = self.requests.setdefault(recorded["request_id"], SimpleNamespace())
+        vars(request).update(recorded | {"block_hashes": [bytes.fromhex(key) for key in recorded["block_hashes"]]})
+        return request
+
+    def on_other(self, call):
+        """Nothing of what it takes, returns or does is looked at."""
+        connector = self.scheduler if call["role"] == "scheduler" else self.worker
+        args = [SimpleNamespace() if str(arg).startswith("<") else arg for arg in call["args"]]
+        getattr(connector, call["name"])(*args, **call["kwargs"])
+
+    def on_fail_loads(self, call):
+        self.fails = True
+
+    def on_register_kv_caches(self, call):
+        replay, cache = self, self.module.PagedCache
+
+        class Pages(cache):
+            def copy_in(self, block_id, block):
+                if replay.fails:
+                    raise OSError("as recorded")
+                super().copy_in(block_id, block)
+
+        self.module.PagedCache = Pages
+        self.worker.register_kv_caches(self.caches)
+        self.module.PagedCache = cache
+
+    def on_bind_kv_cache_manager(self, call):
+        self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=None))
+
+    def on_on_new_request(self, call):
+        self.scheduler.on_new_request(self.request(call["args"][0]))
+
+    def on_get_num_new_matched_tokens(self, call):
+        """As many as recorded, once what was saved before is committed."""
+        request, expected = self.request(call["args"][0]), tuple(call["result"])
+        self.until(lambda: self.scheduler.get_num_new_matched_tokens(request, call["args"][1]) == expected)
+
+    def on_update_state_after_alloc(self, call):
+        request, tables, num_tokens = call["args"]
+        blocks = SimpleNamespace(get_block_ids=lambda: tuple(tables))
+        for page in tables[0] if num_tokens else ():  # vLLM calls again with 0 after a load
+            self.fill(page, b"")
+        self.scheduler.update_state_after_alloc(self.request(request), blocks, num_tokens)
+
+    def on_build_connector_meta(self, call):
+        for request in call["requests"]:
+            self.request(request)
+        (output,) = call["args"]
+        state = SimpleNamespace(get_block_ids=output["tables"].get)
+        step = SimpleNamespace(
+            num_scheduled_tokens=output["num_scheduled_tokens"],
+            preempted_req_ids=set(output["preempted_req_ids"]),
+            kv_connector_block_state=state,
+        )
+        for request_id, num_tokens in output["num_scheduled_tokens"].items():
+            request = self.requests[request_id]
+            self.check_pages_before(request, output["tables"][request_id][0])
+            num_full = (request.num_computed_tokens + num_tokens) // 32
+            for page, key in zip(output["tables"][request_id][0][:num_full], request.block_hashes, strict=False):
+                self.fill(page, key)
+        self.meta = self.scheduler.build_connector_meta(step)
+
+    def on_handle_preemptions(self, call):
+        self.worker.handle_preemptions(self.meta)
+
+    def on_bind_connector_metadata(self, call):
+        self.worker.bind_connector_metadata(self.meta)
+
+    def on_get_transfer_results(self, call):
+        """At the latest here what had been received when it was recorded."""
+        expected = set(call["result"]["finished_recving"])
+        self.take_results()
+        self.until(lambda: expected <= set(self.received))
+
+    def on_request_finished(self, call):
+        request, block_ids = call["args"]
+        keep, parameters = self.scheduler.request_finished(self.request(request), block_ids)
+        assert parameters is None
+        if keep:
+            self.held.add(request["request_id"])
+
+    def on_get_block_ids_with_load_errors(self, call):
+        """With the results; see take_results."""
+
+    on_build_connector_worker_meta = on_update_connector_output = on_get_block_ids_with_load_errors
+
+    def take_results(self):
+        """The end of a step. Failed pages come with their request."""
+        results = self.worker.get_transfer_results(set())
+        failed = self.worker.get_block_ids_with_load_errors()
+        output = self.worker.build_connector_worker_meta()
+        self.received += results.finished_recving
+        self.released += results.finished_sending
+        assert bool(failed) == (self.fails and bool(results.finished_recving))
+        if output is not None:
+            self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=output))
+
+    def until(self, condition):
+        """Idle steps until it holds."""
+        until_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < until_s
+            self.on_build_connector_meta(
+                {"requests": [], "args": [{"num_scheduled_tokens": {}, "preempted_req_ids": [], "tables": {}}]}
+            )
+            self.worker.handle_preemptions(self.meta)
+            self.worker.bind_connector_metadata(self.meta)
+            self.worker.start_load_kv(None)
+            self.worker.wait_for_save()
+            self.take_results()
+            time.sleep(0.002)
+
+    def fill(self, page, key):
+        for layer, cache in enumerate(self.caches.values()):
+            cache[page] = self.content(key, layer) if key else float("nan")
+
+    def content(self, key, layer):
+        rng = np.random.default_rng([layer, *key])
+        return torch.from_numpy(rng.random(next(iter(self.caches.values())).shape[1:], np.float32))
+
+    def check_pages_before(self, request, pages):
+        """What is computed already, locally or by a load, is in the pages."""
+        for page, key in zip(pages[: request.num_computed_tokens // 32], request.block_hashes, strict=False):
+            for layer, cache in enumerate(self.caches.values()):
+                assert torch.equal(cache[page], self.content(key, layer)), (request.request_id, page)
+
+    def close(self):
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def pages_of(call):
+    if call["name"] == "build_connector_meta":
+        return [page for tables in call["args"][0]["tables"].values() for page in tables[0]]
+    return call["args"][1][0] if call["name"] == "update_state_after_alloc" else []
+
+
+def config_for(socket, directory, **changes):
+    """vLLM's configuration as far as it is read."""
+    (directory / "model.safetensors").write_bytes(b"weights")
+    model = SimpleNamespace(
+        model=str(directory),
+        revision=None,
+        quantization=None,
+        hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4}),
+        dtype=torch.float32,
+        get_total_num_kv_heads=lambda: 2,
+    )
+    parallel = {"tensor": 1, "pipeline": 1} | changes
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"socket": str(socket), "fetch": "always"},
+            engine_id="engine",
+        ),
+        instance_id="instance",
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=parallel["tensor"],
+            pipeline_parallel_size=parallel["pipeline"],
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        speculative_config=None,
+        lora_config=None,
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        load_config=SimpleNamespace(download_dir=None),
+    )
+
+
+def test_what_vllm_called_gives_what_it_gave(modules, sidecar, tmp_path):
+    """A prompt is stored, another request loads it, and the load of a third fails: pages hold what they should all the while."""
+    replay = Replay(modules, config_for(sidecar.socket, tmp_path), sidecar.socket)
+    try:
+        replay.run()
+
+        asked = [call["result"] for call in CONTRACT["calls"] if call["name"] == "get_num_new_matched_tokens"]
+        assert [0, False] in asked
+        assert [320, True] in asked
+        assert len(replay.received) == len(set(replay.received)) == 2
+        assert len(replay.released) == len(set(replay.released))
+    finally:
+        replay.close()
+
+
+def test_an_engine_that_is_not_served_is_refused_in_a_sentence(modules, sidecar, tmp_path):
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel_size: 2 is not served by the kvstore connector; it needs 1"
+    ):
+        Replay(modules, config_for(sidecar.socket, tmp_path, pipeline=2), sidecar.socket)
