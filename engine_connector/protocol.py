@@ -58,6 +58,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import MAX_LABEL_BYTES
 
 MAX_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 200
@@ -74,6 +75,7 @@ class CacheOptions:
     no_store: bool = False  # nothing can be found by others, neither in the store nor in the engine's own pages
     ttl_s: float = 0.0  # time to live of blocks that this request brings into the store; 0: no limit
     pin_s: float = 0.0  # keep the prompt's prefix in the store for so long; 0: no longer than others
+    label: str = ""  # what a person calls the prompt: shown with its blocks, and nothing else
     session_id: str = (
         ""  # requests of one conversation: what may be brought nearer before the next turn, and let go after
     )
@@ -81,6 +83,10 @@ class CacheOptions:
     def __post_init__(self) -> None:
         for name, limit in (("salt", MAX_SALT_BYTES), ("session_id", MAX_SESSION_ID_BYTES)):
             _check_name(name, getattr(self, name), limit)
+        _check_name("label", self.label, MAX_LABEL_BYTES)
+        if not self.label.isprintable():
+            shown = ascii(self.label)
+            raise ConfigError(f"label: {shown} has characters that cannot be printed", field="label", value=shown)
         for name in ("ttl_s", "pin_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

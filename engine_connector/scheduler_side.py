@@ -340,7 +340,10 @@ class StoreSchedulerSide:
     def _reserve(self, link: Link, request: Request, first: int, keys: list[bytes], keep_s: float) -> Reserved | None:
         wire_id, parent = str(next(self._wire_ids)), request.block_hashes[first - 1] if first else b""
         return self._session.ask(
-            link, lambda client, link: client.reserve(wire_id, link.namespace, keys, parent=parent, keep_s=keep_s)
+            link,
+            lambda client, link: client.reserve(
+                wire_id, link.namespace, keys, parent=parent, keep_s=keep_s, label=request.cache.label
+            ),
         )
 
     def _save_granted(
@@ -440,6 +443,7 @@ class StoreSchedulerSide:
             compute_price=self._price(request),
             both_ends=self._uses_both_ends,
             deadline_s=self._load_deadline_s,
+            label=request.cache.label,
         )
 
     def _price(self, request: Request) -> float:

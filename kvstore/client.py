@@ -269,11 +269,18 @@ class Client:
         parent: bytes = b"",
         ttl_s: float = 0.0,
         keep_s: float = 0.0,
+        label: str = "",
     ) -> Reserved:
         """Slots for the keys that nobody holds yet. `parent` is the hash before keys[0]; b"" when that is the first. The
-        granted blocks live for `keep_s` from now on and no longer; 0: without end."""
+        granted blocks live for `keep_s` from now on and no longer; 0: without end. `label`: what a person calls the prompt."""
         request = pb.ReserveRequest(
-            request_id=request_id, namespace=namespace, parent=parent, keys=_packed(keys), ttl_s=ttl_s, keep_s=keep_s
+            request_id=request_id,
+            namespace=namespace,
+            parent=parent,
+            keys=_packed(keys),
+            ttl_s=ttl_s,
+            keep_s=keep_s,
+            label=label,
         )
         reply = self._call(Verb.RESERVE, request, pb.ReserveReply)
         return Reserved(

@@ -35,7 +35,7 @@ from kvstore.core.limits import (
 )
 from kvstore.core.plans import TIERS, Match, MatchWish, NamespaceInfo, ReadGrant
 from kvstore.core.traces import Attributes
-from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_request_id, wrong
+from kvstore.field_checks import check_duration, check_enum, check_first_needed, check_label, check_request_id, wrong
 from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
 from kvstore.live_curve import LiveCurve
 from kvstore.mover import Mover, NoMover
@@ -481,6 +481,7 @@ class Dispatcher:
         if len(request.parent) not in (0, digest_nbytes):
             raise wrong("parent", f"{len(request.parent)} bytes", f"use {digest_nbytes}, or none for a first block")
         check_duration("keep_s", request.keep_s)
+        check_label(request.label)
         now_s = self._clock.now_s()
         grant = self._store.reserve(
             session.holder,
@@ -492,6 +493,8 @@ class Dispatcher:
             now_s,
             keep_s=request.keep_s,
         )
+        if request.label:
+            self._store.label(request.namespace, keys, request.label)
         self._on_leases_changed()
         self.curve.stored(request.namespace, self._store.spec(request.namespace), request.keys)
         logger.debug(

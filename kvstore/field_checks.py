@@ -4,7 +4,7 @@ be right."""
 from collections.abc import Mapping
 
 from kvstore.core.errors import RemoteProtocolError
-from kvstore.core.limits import MAX_DURATION_S, MAX_REQUEST_ID_BYTES
+from kvstore.core.limits import MAX_DURATION_S, MAX_LABEL_BYTES, MAX_REQUEST_ID_BYTES
 
 
 def wrong(field: str, value: object, right: str) -> RemoteProtocolError:
@@ -17,6 +17,12 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
     nbytes = len(request_id.encode())
     if not 0 < nbytes <= MAX_REQUEST_ID_BYTES:
         raise wrong(field, f"{nbytes} bytes", f"use 1 to {MAX_REQUEST_ID_BYTES}")
+
+
+def check_label(label: str, field: str = "label") -> None:
+    """A short text that tools can show as it is."""
+    if len(label.encode()) > MAX_LABEL_BYTES or not label.isprintable():
+        raise wrong(field, ascii(label[:80]), f"use at most {MAX_LABEL_BYTES} bytes of UTF-8, printable")
 
 
 def check_first_needed(first_needed: int, num_keys: int, field: str = "first_needed") -> None:

@@ -82,6 +82,7 @@ class BlockIndex:
         self.counted_s = np.empty(0, np.float32)  # when `use` last took a row's use for another one
         self.hits = np.empty(0, np.uint32)
         self.marks = np.empty(0, np.uint8)
+        self.label = np.empty(0, np.uint16)  # labels.py
         self._grow(_FIRST_CAPACITY)
 
     @property
@@ -249,6 +250,7 @@ class BlockIndex:
         self.prior_use[rows] = 0
         self.counted_s[rows] = -math.inf
         self.marks[rows] = 0
+        self.label[rows] = 0
         self._free_rows.extend(numbers)
 
     def with_descendants(self, rows: Rows) -> Rows:
@@ -307,6 +309,7 @@ class BlockIndex:
         self.prior_use_at[row] = 0
         self.counted_s[row] = -math.inf
         self.marks_at[row] = 0
+        self.label[row] = 0
         self._free_rows.append(row)
 
     def _grow(self, capacity: int) -> None:
@@ -320,6 +323,7 @@ class BlockIndex:
         self.counted_s = grown(self.counted_s, capacity)
         self.hits = grown(self.hits, capacity)
         self.marks = grown(self.marks, capacity)
+        self.label = grown(self.label, capacity)
         self.parent_at = self.parent.data
         self.namespace_at = self.namespace.data
         self.num_children_at = self.num_children.data

@@ -38,6 +38,7 @@ def block_reply(
         num_uses_since=view.num_uses_since,
         pinned=view.pinned,
         mortal=view.mortal,
+        label=view.label,
         copies=[
             pb.BlockCopy(
                 tier=copy.tier,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from kvstore.core.blocks import PlacementState
 from kvstore.core.limits import INSPECT_SLICE_ROWS, MAX_INSPECTED_BLOCKS
 from kvstore.index import KEPT, MORTAL, NO_PARENT, BlockIndex, Namespace, Rows
+from kvstore.labels import Labels
 from kvstore.leases import Lease, LeaseTable
 from kvstore.placements import NONE, PlacementTable
 from kvstore.plan_log import PlanRecord
@@ -47,6 +48,7 @@ class BlockView(NamedTuple):
     num_uses_since: int  # blocks touched since this one was
     pinned: bool
     mortal: bool
+    label: str
     copies: list[Copy]
     leases: list[Lease]
 
@@ -71,7 +73,8 @@ class HotPrefix(NamedTuple):
     namespace: bytes
     tenant: str
     model: str
-    key: bytes  # of its last block
+    label: str  # of its last block
+    key: bytes  # of it
     num_blocks: int
     block_tokens: int
     hits: int  # of its last block
@@ -81,7 +84,10 @@ class HotPrefix(NamedTuple):
 class Inspector:
     """Looks at a store's parts (store.Store.inspector). Loop thread only."""
 
-    def __init__(self, index: BlockIndex, tiers: tuple[PlacementTable, ...], leases: LeaseTable) -> None:
+    def __init__(
+        self, index: BlockIndex, tiers: tuple[PlacementTable, ...], leases: LeaseTable, labels: Labels
+    ) -> None:
+        self._labels = labels
         self._index = index
         self._tiers = tiers
         self._leases = leases
@@ -125,6 +131,7 @@ class Inspector:
             num_uses_since=index.sequence - index.last_use_at[row],
             pinned=bool(marks & KEPT),
             mortal=bool(marks & MORTAL),
+            label=self._labels.of(row),
             copies=[_copy(table, row) for table in self._tiers if table.state_at[row] != NONE],
             leases=[lease for lease in self._leases.all_leases() if (lease.rows[lease.pending] == row).any()],
         )
@@ -175,6 +182,7 @@ class Inspector:
             namespace=entry.namespace,
             tenant=entry.tenant,
             model=entry.spec.weights,
+            label=self._labels.of(row),
             key=self._index.keys[row],
             num_blocks=len(path),
             block_tokens=entry.spec.block_tokens,

@@ -5,7 +5,7 @@ import numpy as np
 from kvstore.advisor import PrefillSample
 from kvstore.core.limits import MAX_DURATION_S, MAX_PREFILL_SAMPLES, MAX_PROMPT_TOKENS
 from kvstore.core.plans import TIERS, MatchWish
-from kvstore.field_checks import check_duration, check_first_needed, check_request_id, wrong
+from kvstore.field_checks import check_duration, check_first_needed, check_label, check_request_id, wrong
 from kvstore.plan_log import PlanRecord, TierShare
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -20,6 +20,7 @@ def read_wish(wish: pb.PlanWish, num_keys: int) -> MatchWish:
     for field in ("compute_wait_s", "compute_price", "deadline_s"):
         check_duration(f"wish.{field}", getattr(wish, field))
     check_request_id(wish.request_id, "wish.request_id")
+    check_label(wish.label, "wish.label")
     check_first_needed(wish.first_needed, num_keys, "wish.first_needed")
     if not 0 < wish.num_tokens <= MAX_PROMPT_TOKENS:
         raise wrong("wish.num_tokens", wish.num_tokens, f"use 1 to {MAX_PROMPT_TOKENS}")

@@ -31,6 +31,7 @@ from kvstore.eviction.redundant import RedundantFirst
 from kvstore.index import KEPT, NO_PARENT, NO_ROWS, BlockIndex, Namespace, Rows
 from kvstore.inspection import Inspector
 from kvstore.inventory import Inventory
+from kvstore.labels import Labels
 from kvstore.leases import Lease, LeaseKind, LeaseTable, expiry_s, fingerprint
 from kvstore.meters import Meters
 from kvstore.pins import Pins
@@ -106,6 +107,7 @@ class Store:
                 meters=self.meters,
             )
         self._pins = Pins(self._index)
+        self._labels = Labels(self._index)
         self._limbo_fraction = limbo_fraction
         self._leases = LeaseTable(max_leases_per_instance=max_leases_per_instance)
         self._waiting: dict[int, list[Lease]] = {}  # by row that is arriving: leases that were granted it
@@ -627,7 +629,12 @@ class Store:
     def inspector(self) -> Inspector:
         """To look at single blocks."""
         tables = (self._blocks.table, self._spill.nvme.table) if self._has_drives else (self._blocks.table,)
-        return Inspector(self._index, tables, self._leases)
+        return Inspector(self._index, tables, self._leases, self._labels)
+
+    def label(self, namespace: bytes, keys: Sequence[bytes], text: str) -> None:
+        """A prompt of these blocks is called so; those that are not known stay so."""
+        rows = self._index.find_all(self._namespace(namespace), keys)
+        self._labels.give(rows[rows >= 0], text)
 
     def removals(self) -> list[Removals]:
         """What left which tier, why, and by whose choice."""
@@ -679,6 +686,7 @@ class Store:
         self._spill.check(borrowed)
         self._leases.check()
         self._pins.check()
+        self._labels.check()
         self.presence.check()
         table = self._blocks.table
         refs = np.zeros(len(table.refs), np.int64)

@@ -125,6 +125,7 @@ class BusyNode:
                 namespace=bytes([17 * (i % 3) + 3] * 16),
                 tenant=tenants[i],
                 model="Llama-3.1-70B-Instruct" if i % 3 else "Qwen3-32B",
+                label=("system prompt v7", "contracts 2026", "", "", "nightly eval", "")[i],
                 key=random.Random(i).randbytes(16),
                 num_blocks=blocks,
                 block_tokens=16,

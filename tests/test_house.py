@@ -28,6 +28,7 @@ BRAINS = (
     "budget",
     "pins",
     "inspection",
+    "labels",
     "leases",
     "eviction",
     "admission",

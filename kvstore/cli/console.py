@@ -6,11 +6,19 @@ _PIPED_WIDTH = 500
 
 
 def wide_console() -> Any:
-    """A rich Console. Into a pipe or a file lines are as long as they are; a terminal folds what does not fit."""
+    """A rich Console that takes text as it is, square brackets too. Into a pipe or a file lines are as long as they are; a
+    terminal folds what does not fit."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH)
+
+
+def shown(text: str) -> str:
+    """What others named (tenants, requests, prompts), on one line and harmless to a terminal: escapes for what is not printed."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def ago(age_s: float) -> str:

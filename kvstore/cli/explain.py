@@ -38,12 +38,13 @@ def explain(*, request_id: str, last: int, socket: str | None, as_json: bool, de
 def _print(plans: list[Any]) -> None:
     from rich.text import Text
 
-    from kvstore.cli.console import ago, wide_console
+    from kvstore.cli.console import ago, shown, wide_console
 
     console = wide_console()
     for record in plans:
         plan = record.plan
-        console.print(Text.assemble((record.request_id, "bold"), (f"  {ago(record.age_s)} ago", "dim")))
+        label = [(f"  {plan_label}", "bold")] if (plan_label := record.wish.label) else []
+        console.print(Text.assemble((shown(record.request_id), "bold"), *label, (f"  {ago(record.age_s)} ago", "dim")))
         console.print(Text(record.words))
         console.print(
             Text(f"Predicted: {plan.total_s:.3f} s this way, {plan.recompute_s:.3f} s all computed.\n", style="dim")

@@ -61,23 +61,30 @@ def _print(found: "pb.InspectReply") -> None:
 
 def _print_namespace(console: Any, namespace: "pb.InspectedNamespace") -> None:
     from rich.filesize import decimal
+    from rich.text import Text
 
-    console.print(f"[bold]namespace {namespace.namespace.hex()}[/]  tenant {namespace.tenant or 'none'}")
+    from kvstore.cli.console import shown
+
+    tenant = shown(namespace.tenant) or "none"
+    console.print(Text.assemble((f"namespace {namespace.namespace.hex()}", "bold"), f"  tenant {tenant}"))
     console.print(f"  {namespace.num_rows:,} blocks known, {decimal(namespace.block_bytes)} each")
     for tier in namespace.tiers:
         states = {"ready": tier.ready_bytes, "writing": tier.writing_bytes, "leaving": tier.leaving_bytes}
         held = ", ".join(f"{state} {decimal(nbytes)}" for state, nbytes in states.items() if nbytes)
         console.print(f"  {tier.name}: {tier.ready_blocks:,} blocks{f' ({held})' if held else ''}")
     for name, value in json.loads(namespace.spec).items():
-        console.print(f"  {name} = {str(value)[:_MAX_SPEC_FIELD]}", style="dim", markup=False)
+        console.print(f"  {name} = {str(value)[:_MAX_SPEC_FIELD]}", style="dim")
 
 
 def _print_block(console: Any, block: "pb.InspectedBlock") -> None:
     from rich.filesize import decimal
+    from rich.text import Text
 
-    from kvstore.cli.console import ago
+    from kvstore.cli.console import ago, shown
 
-    console.print(f"[bold]block {block.key.hex()}[/]  of namespace {block.namespace.hex()}")
+    console.print(Text.assemble((f"block {block.key.hex()}", "bold"), f"  of namespace {block.namespace.hex()}"))
+    if block.label:
+        console.print(f"  of a prompt that is called {shown(block.label)}")
     marks = [mark for mark, is_set in (("pinned", block.pinned), ("has a time to live", block.mortal)) if is_set]
     console.print(
         f"  block {block.position} of its sequence, read {block.hits:,} times, "
@@ -95,8 +102,8 @@ def _print_block(console: Any, block: "pb.InspectedBlock") -> None:
         console.print(f"  node {peer.node_id} at {peer.address} holds it, as far as is known")
     for lease in block.leases:
         ends = "has expired, its end is not confirmed" if lease.expired else f"ends in {lease.expires_in_s:.1f} s"
-        request = f" for {lease.request_id}" if lease.request_id else ""
-        console.print(f"  {lease.kind} lease {lease.lease_id}{request} of {lease.instance.hex()}: {ends}", markup=False)
+        request = f" for {shown(lease.request_id)}" if lease.request_id else ""
+        console.print(f"  {lease.kind} lease {lease.lease_id}{request} of {lease.instance.hex()}: {ends}")
     console.print(f"  behind {block.parent.hex() or 'nothing: it is the first of its sequence'}")
     told = block.children[:_MAX_CHILDREN]
     for child in told:
@@ -104,4 +111,4 @@ def _print_block(console: Any, block: "pb.InspectedBlock") -> None:
     if block.num_children > len(told):
         console.print(f"  and before {block.num_children - len(told):,} more")
     for plan in block.plans:
-        console.print(f"  {ago(plan.age_s)} ago {plan.request_id}: {plan.words}", markup=False, style="dim")
+        console.print(f"  {ago(plan.age_s)} ago {shown(plan.request_id)}: {plan.words}", style="dim")

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.alarms import Alarm
+from kvstore.cli.console import shown
 from kvstore.figures import STATES
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -109,7 +110,7 @@ def tenant_table(tenants: Iterable[pb.TenantUsage], count: int = 20) -> Table:
     for each in sorted(tenants, key=lambda each: -each.usage.requested_tokens)[:count]:
         usage = each.usage
         table.add_row(
-            each.tenant,
+            shown(each.tenant),
             f"{usage.num_requests:,}",
             f"{usage.requested_tokens:,}",
             _share(sum(usage.hit_tokens.values()), usage.requested_tokens),

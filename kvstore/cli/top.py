@@ -88,6 +88,7 @@ class _Watch:
 
         from kvstore.alarms import alarms
         from kvstore.cli import stat_tables as tables
+        from kvstore.cli.console import shown
 
         _, stats, _ = self._samples[-1]
         yield tables.header(stats)
@@ -103,7 +104,10 @@ class _Watch:
         small = [tables.tenant_table(stats.tenants, 6), tables.drive_table(stats.tiers), tables.peer_table(stats.peers)]
         yield Columns([table for table in small if table.row_count], padding=(0, 2))
         for record in self._plans:
-            yield Text.assemble((f"{record.outcome:<9} ", "bold"), (f"{record.request_id}  ", "cyan"), record.words)
+            label = [(f"{record.wish.label}: ", "bold")] if record.wish.label else []
+            yield Text.assemble(
+                (f"{record.outcome:<9} ", "bold"), (f"{shown(record.request_id)}  ", "cyan"), *label, record.words
+            )
 
     def _rates(self) -> Iterator[Any]:
         from rich.text import Text

@@ -10,6 +10,13 @@ MAX_KEYS_PER_CALL = 65536
 MAX_REQUEST_ID_BYTES = 256
 """A request id. Longer: RemoteProtocolError."""
 
+MAX_LABEL_BYTES = 64
+"""What a prompt may be called (kvstore/labels.py), in UTF-8, printable. Others: ConfigError in an engine, RemoteProtocolError
+in the sidecar."""
+
+MAX_LABELS = 4096
+"""Different ones at a time. Beyond that, new ones are not shown until blocks with others are gone."""
+
 MAX_SPECS_PER_HELLO = 64
 """Layer groups of one engine. More: RemoteProtocolError."""
 

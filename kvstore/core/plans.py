@@ -16,6 +16,7 @@ class MatchWish(NamedTuple):
     compute_price: float = 0.0  # what a second of the engine costs others, in seconds; 0: idle
     both_ends: bool = False  # it can compute at the front while blocks arrive from the back
     deadline_s: float = 0.0  # it waits no longer for a load; 0: no limit
+    label: str = ""  # what a person calls the prompt
 
 
 class Match(NamedTuple):

@@ -254,7 +254,7 @@ function drawPlans(plans) {
     const time = (label, value, c) => value ? [make("span", {}, label), make("span", { class: "bar" }, make("i", { vars: { "--c": c, "--w": `${100 * value / longest}%` } })), make("b", {}, seconds(value))] : [];
     return make("article", { class: "plan" },
       make("div", { class: "side" }, make("span", { class: `pill ${OUTCOMES[each.outcome] ?? ""}` }, each.outcome), make("span", { class: "dim" }, `${seconds(each.age_s)} ago`)),
-      make("p", {}, make("code", {}, each.request_id.length > 20 ? `${each.request_id.slice(0, 19)}…` : each.request_id), " ", make("span", { class: "dim" }, each.words)),
+      make("p", {}, make("code", {}, each.request_id.length > 20 ? `${each.request_id.slice(0, 19)}…` : each.request_id), each.wish.label ? ` ${each.wish.label} ` : " ", make("span", { class: "dim" }, each.words)),
       make("div", { class: "times" }, ...time("computed", each.plan.recompute_s, "var(--r1)"), ...time("planned", each.plan.total_s, "var(--pinned)"), ...time("load took", each.actual_s, "var(--good)")));
   }));
   const top = body("plans").firstChild?.scrollTop ?? 0;
@@ -278,10 +278,10 @@ const state = name => make("span", { class: `pill ${name === "ready" ? "good" : 
 const hash = text => make("code", { title: text }, text.slice(0, 10));
 
 function drawPrefixes(prefixes) {
-  drawTable("prefixes", [["Last block"], ["Tokens", "number"], ["Read", "number"], ["Saved", "number"], ["Tenant", "second"], ["Held", "second"], ["Namespace", "third second"], ["Weights", "third second"]],
+  drawTable("prefixes", [["Last block"], ["Label"], ["Tokens", "number"], ["Read", "number"], ["Saved", "number"], ["Tenant", "second"], ["Held", "second"], ["Namespace", "third second"], ["Weights", "third second"]],
     prefixes.map(each => {
       const held = Object.entries(each.ready_blocks).filter(([, blocks]) => blocks).map(([name, blocks]) => `${tier(name)} ${percent(blocks / each.num_blocks)}`);
-      return [hash(each.key), exact(each.num_blocks * each.block_tokens), `${count(each.hits)}\u2009×`, count(each.hits * each.num_blocks * each.block_tokens),
+      return [hash(each.key), each.label || "–", exact(each.num_blocks * each.block_tokens), `${count(each.hits)}\u2009×`, count(each.hits * each.num_blocks * each.block_tokens),
         each.tenant || "–", held.join(", ") || "gone", hash(each.namespace), make("code", { title: each.model }, each.model.length > 22 ? `${each.model.slice(0, 21)}…` : each.model)];
     }), "No block was read yet.");
 }

@@ -186,6 +186,18 @@ CALLS = [
     (Verb.MATCH, match(namespace=OTHER_SPEC.namespace()), "SpecMismatch", "namespace"),
     (Verb.MATCH, match(keys=b"x" * 17), "SpecMismatch", "keys"),
     (Verb.MATCH, match(keys=bytes(16 * 65537)), "Overloaded", "MAX_KEYS_PER_CALL"),
+    (
+        Verb.MATCH,
+        match(wish=pb.PlanWish(request_id="r", num_tokens=9, label="\x1b[31m")),
+        "RemoteProtocolError",
+        "wish.label",
+    ),
+    (
+        Verb.MATCH,
+        match(wish=pb.PlanWish(request_id="r", num_tokens=9, label="x" * 65)),
+        "RemoteProtocolError",
+        "wish.label",
+    ),
     (Verb.ACQUIRE, acquire(request_id=""), "RemoteProtocolError", "request_id"),
     (Verb.ACQUIRE, acquire(request_id="é" * 129), "RemoteProtocolError", "request_id"),
     (Verb.ACQUIRE, acquire(first_needed=5), "RemoteProtocolError", "first_needed"),

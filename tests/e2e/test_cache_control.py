@@ -10,7 +10,7 @@ from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
 
 from kvstore.engine_connector.engine.llm import LLM, RequestOutput
 from kvstore.engine_connector.engine.options import RequestOptions
-from kvstore.engine_connector.protocol import CacheOptions
+from kvstore.engine_connector.protocol import CacheOptions, FetchPolicy
 
 pytestmark = pytest.mark.e2e
 
@@ -56,6 +56,20 @@ def flood(bench: Bench, sidecar: SidecarProcess, *, seed: int) -> None:
     engine = bench.engine(sidecar.socket)
     for prompt in bench.prompts(*[400] * 6, seed=seed):  # 100 blocks each
         ask(engine, prompt)
+
+
+def test_a_prompt_is_shown_by_the_name_that_it_was_given(
+    bench: Bench, sidecar: SidecarProcess, prompt: list[int]
+) -> None:
+    """Its blocks, those that another prompt stored before as well; and the plan."""
+    engine = bench.engine(sidecar.socket, fetch=FetchPolicy.PLANNED)
+    ask(engine, prompt[:40])
+    ask(engine, prompt, label="contract <7>")
+
+    keys = engine.llm.spec.hash.hash_blocks(prompt)
+    with tool(sidecar) as client:
+        assert [client.inspect(keys[i].hex()).blocks[0].label for i in (0, 19)] == ["contract <7>"] * 2
+        assert [each.wish.label for each in client.explain(last=2)] == ["contract <7>", ""]
 
 
 def test_a_request_that_stores_nothing_leaves_nothing_here_or_there(

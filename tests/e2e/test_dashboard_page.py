@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +17,15 @@ from engine_traffic import Traffic
 from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
 
 from kvstore.http_server import HttpServer
+from kvstore.inspection import HotPrefix
+from kvstore.plan_log import PlanRecord
 from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 
 ARTIFACTS = Path(__file__).parent.parent / "artifacts"
 LOAD_S = float(os.environ.get("LOAD_S", "0"))
+WRITTEN_S = 30.0
 SCREENS = {"desktop": (1440, 900), "phone": (390, 844)}
 _LOADED = "document.querySelector('.tile .value') !== null && document.querySelector('.plan') !== null"
 
@@ -52,6 +56,12 @@ def show(shown: Shown, screen: str = "desktop", theme: str = "dark") -> None:
     shown.browser.wait_for(_LOADED)
 
 
+def num_to_write(stats: pb.StatsReply) -> int:
+    return sum(
+        each.length for each in stats.queues if each.queue in {"write_backlog", "writes_behind_parent", "drive_writes"}
+    ) + int(stats.tiers[1].writing_bytes)
+
+
 @pytest.mark.timeout(90 + LOAD_S)
 def test_figures_move_while_engines_work_and_are_the_same_everywhere_at_rest(shown: Shown) -> None:
     """Without a reload; to the token, and as the engines counted them themselves. `make load`: after half an hour."""
@@ -70,9 +80,10 @@ def test_figures_move_while_engines_work_and_are_the_same_everywhere_at_rest(sho
     asked = dict(traffic.asked)
     with tool(shown.sidecar) as client:
         wait_until(lambda: client.stats().usage.num_requests == asked["requests"], "all settled")
-    shown.browser.wait_for(
-        f"document.querySelector('[data-metric=kvstore_requests]').dataset.value == {asked['requests']}"
-    )
+        wait_until(lambda: num_to_write(client.stats()) == 0, "what waits for the drive is written", WRITTEN_S)
+        stats = client.stats()
+    for metric, value in (("requests", asked["requests"]), ("demoted_blocks", stats.counters["demoted_blocks_total"])):
+        shown.browser.wait_for(f"document.querySelector('[data-metric=kvstore_{metric}]').dataset.value == {value}")
 
     exported = told_figures.of_metrics(shown.url)
     exported["missed_tokens"] = sum(value for name, value in exported.items() if name.startswith("missed_tokens|"))
@@ -211,6 +222,13 @@ class HostileNode(BusyNode):
         stats.problems[0].reason = self.NAME
         return stats
 
+    def hot_prefixes(self, count: int) -> list[HotPrefix]:
+        return [each._replace(label=self.NAME) for each in super().hot_prefixes(count)]
+
+    def plans(self, count: int) -> tuple[list[PlanRecord], float]:
+        records, now_s = super().plans(count)
+        return [replace(each, wish=each.wish._replace(label=self.NAME)) for each in records], now_s
+
 
 def test_names_are_text_and_a_loop_that_is_stuck_is_the_first_alarm(shown: Shown) -> None:
     node, browser = HostileNode(), shown.browser
@@ -223,6 +241,8 @@ def test_names_are_text_and_a_loop_that_is_stuck_is_the_first_alarm(shown: Shown
         browser.wait_for(_LOADED)
         assert browser.evaluate("document.querySelectorAll('img').length") == 0
         assert browser.evaluate("document.querySelector('#tenants tbody th').textContent") == node.NAME
+        assert browser.evaluate("document.querySelector('#prefixes tbody td').textContent") == node.NAME
+        assert node.NAME in browser.evaluate("document.querySelector('.plan').textContent")
         assert browser.evaluate("document.querySelectorAll('.alarm').length") == 2
         browser.screenshot(ARTIFACTS / "dashboard-alarms.png", whole=True)
 

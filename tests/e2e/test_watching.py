@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 from engine_traffic import Traffic
 from sidecar_process import ROOT, SPEC, SidecarProcess, connected, running_sidecar, tool, wait_until
 
+from kvstore.client import Client
 from kvstore.core.errors import ProtocolError
+from kvstore.core.plans import MatchWish
 from kvstore.proto import kvstore_pb2 as pb
 
 pytestmark = [pytest.mark.e2e]
@@ -189,6 +192,28 @@ def test_inspect_tells_what_a_namespace_is(used: Used) -> None:
     assert "tenant search" in text
     assert "weights = tests" in text
     assert "dtype = float16" in text
+
+
+def test_names_that_would_be_markup_or_move_the_cursor_are_shown_as_they_are(used: Used) -> None:
+    """Tenants, requests and labels are chosen by others. A tenant called [/] once ended stat and top with a traceback."""
+    tenant, request, label = "[/]\x1b[2J:smile:", "[red]\x07\n[/green]", "[bold]<i>"
+    keys = SPEC.hash.hash_blocks([77] * 64)
+    client = Client(str(used.sidecar.socket), instance=uuid.uuid4().bytes, role=pb.BOTH, tenant=tenant, specs=[SPEC])
+    with client as engine:
+        namespace = engine.namespaces[0].namespace
+        engine.commit(engine.reserve(request, namespace, keys, label=label).lease_id)
+        match = engine.match(namespace, keys, MatchWish(request, 65, label=label))
+        grant = engine.acquire(request, namespace, keys, plan_id=match.plan_id)
+        shown = [
+            used.run(*command) for command in (("stat",), ("top", "--interval-s", "0.1"), ("explain", "--last", "1"))
+        ]
+        shown += [used.run("inspect", keys[3].hex()), used.run("inspect", namespace.hex())]
+        engine.release(grant.lease_id, pb.LOADED, num_loaded=4)
+
+    for page, names in zip(shown, ((), (request, label), (request, label), (request, label), (tenant,)), strict=True):
+        assert not set(page) & {"\x1b", "\x07"}
+        for name in names:
+            assert name.encode("unicode_escape").decode() in page
 
 
 def test_inspect_remembers_why_a_block_is_gone(used: Used) -> None:

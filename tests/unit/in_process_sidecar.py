@@ -86,6 +86,7 @@ class InProcessClient:
     plan: FetchPlan | None = None
     match_wishes: list[MatchWish | None] = field(default_factory=list)
     match_names: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # of its Reserves
     acquired: list[tuple[bool, int]] = field(default_factory=list)
     released: list[tuple[int, int, float]] = field(default_factory=list)
     reports: list[tuple[tuple, int, float]] = field(default_factory=list)
@@ -131,8 +132,17 @@ class InProcessClient:
         return self._call("acquire", run)
 
     def reserve(
-        self, request_id: str, namespace: bytes, keys: list[bytes], *, parent: bytes = b"", keep_s: float = 0.0
+        self,
+        request_id: str,
+        namespace: bytes,
+        keys: list[bytes],
+        *,
+        parent: bytes = b"",
+        keep_s: float = 0.0,
+        label: str = "",
     ) -> Reserved:
+        self.labels.append(label)
+
         def run(store: Store, now_s: float) -> Reserved:
             grant = store.reserve(self._held_by(), request_id, namespace, parent, keys, 0.0, now_s, keep_s=keep_s)
             return Reserved(

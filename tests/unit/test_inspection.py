@@ -12,6 +12,7 @@ from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.index import BlockIndex
 from kvstore.inspect_messages import block_reply, namespace_reply, read_hex
 from kvstore.inspection import IndexColumns, Inspector, hottest
+from kvstore.labels import Labels
 from kvstore.plan_log import PlanRecord
 
 READER = Holder(b"reader..........", 1)
@@ -78,7 +79,7 @@ def test_a_large_index_is_looked_at_in_slices() -> None:
     rows = index.new_rows(INSPECT_SLICE_ROWS + 5)
     index.add(entry, [int(row).to_bytes(16, "big") for row in rows], np.full(len(rows), -1), rows)
     index.forget(int(rows[-1]))  # a free row is nothing that could fit
-    inspector = Inspector(index, (), SmallStore().store._leases)
+    inspector = Inspector(index, (), SmallStore().store._leases, Labels(index))
 
     first = inspector.find("0000", 0)
     last = inspector.find("0000", first.next_row)

@@ -85,6 +85,7 @@ class CacheFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ttl_s: float | None = None
     pin_s: float | None = None
     session_id: str | None = None
+    label: str | None = None
     load_failure: Literal["recompute", "fail"] | None = None
 
 
@@ -229,6 +230,7 @@ def options_of(request: CompletionRequest | ChatRequest, headers: Mapping[str, s
         no_store=bool(fields.no_store),
         ttl_s=fields.ttl_s or 0.0,
         pin_s=fields.pin_s or 0.0,
+        label=fields.label or "",
         session_id=_one_of(session, default=""),
     )
     return RequestOptions(
