@@ -22,6 +22,7 @@ NAMES = (
     "engine_speed",
     "disaggregation",
     "layerwise",
+    "kv_quality",
     "chats",
     "no_regret",
     "published_ttft",

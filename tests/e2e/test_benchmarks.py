@@ -17,6 +17,7 @@ from benchmarks import (  # noqa: E402
     disaggregation,
     hashing,
     index_memory,
+    kv_quality,
     layerwise,
     link_tcp,
     metrics_cost,
@@ -259,3 +260,20 @@ def test_index_memory_is_measured_in_a_process_of_its_own() -> None:
     report = index_memory.run(num_blocks=2000)
 
     assert [row["blocks"] for row in report.rows] == [2000] * len(report.rows)
+
+
+@pytest.mark.e2e
+def test_the_quality_benchmark_scores_every_token_behind_what_was_loaded(tmp_path: Path) -> None:
+    from tiny_llama import random_tensors, write_gguf
+
+    model = write_gguf(tmp_path / "tiny.gguf", random_tensors())
+    sizes = ["--num-tokens", "128", "--chunk-tokens", "32", "--num-threads", "1", "--arena-mib", "64"]
+
+    result = CliRunner().invoke(kv_quality.main, ["--model", str(model), *sizes, "--json"], catch_exceptions=False)
+
+    report = json.loads(result.stdout)
+    check_report(report)
+    rows = {row["stored"]: row for row in report["rows"]}
+    assert list(rows) == ["bfloat16", "fp8_e4m3", "int8"]
+    assert {(row["tokens_scored"], row["tokens_fetched"]) for row in rows.values()} == {(96, 32 + 64 + 96)}
+    assert len({row["perplexity"] for row in rows.values()}) == 3, "each has read something else"
