@@ -32,6 +32,10 @@ have some of its layers. Each has a worker side with a connection of its own (ro
 part of a block. All get the same metadata, and the scheduler side gets their reports as one. A rank whose part another one
 writes, since both have the same heads or the same latent, writes nothing and reports it all the same.
 
+A model may have several layer groups (layer_groups.py), each with a KVSpec and Pages of its own, in one order throughout; a
+request has a page table for each. Pages are numbered over all groups: at any time a number belongs to one. A load is one hit
+for all groups; if any of it fails, all its pages are reported as failed, since a shorter hit would need other blocks.
+
 Block i of a request covers tokens [i * block_tokens, (i + 1) * block_tokens). `block_ids[i]` is the page that holds it.
 Only full blocks are loaded and saved. The last token of a prompt is never loaded: it must be computed for its logits.
 
@@ -59,6 +63,12 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import MAX_LABEL_BYTES
+
+NO_PAGE = -1
+"""In a page table: the engine has no page for that block, since it is out of the group's window, or no checkpoint was kept."""
+
+PageTables = Sequence[int] | Sequence[Sequence[int]]
+"""A request's page table; of an engine with several layer groups, one for each."""
 
 MAX_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 200
@@ -235,6 +245,7 @@ class LoadJob:
     front_blocks: int | None = None  # of a load from the back: no more is the engine's while the load is in time
     meet_block: int | None = None  # likewise: where front and back are expected to meet
     expected_s: float = 0.0  # likewise: from start_load until the blocks behind meet_block are there
+    group: int = 0  # layer group; a request has one load in each that needs blocks, all in one metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +256,7 @@ class SaveJob:
     request_id: str
     boot_id: bytes
     moves: tuple[BlockMove, ...]
+    group: int = 0  # layer group
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +306,7 @@ class ScheduledRequest:
     """One request's share of a step, as the scheduler settled it."""
 
     request: Request
-    block_ids: Sequence[int]  # whole table
+    block_ids: PageTables  # whole tables
     num_computed_tokens: int  # before the step
     num_scheduled_tokens: int  # computed in the step
 
@@ -309,12 +321,12 @@ class SchedulerSide(Protocol):
         waits, and that what it needs may be brought nearer meanwhile."""
         ...
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: PageTables, num_external_tokens: int) -> None:
         """Pages are there: take the lease of `num_external_tokens` tokens, at most what was matched last, and start the
         load of all of them; 0 means that nothing is loaded. A sample that forks off a request when its prompt is computed (n > 1)
         comes with 0 and was never matched: this is how the connector hears of it.
 
-        `block_ids` is the request's whole table. With more than 0 tokens the request waits until its id comes back in
+        `block_ids` is the request's whole table, or tables. With more than 0 tokens the request waits until its id comes back in
         finished_loading; the load rides in the next build_connector_meta. There is no answer, because the engine has
         already settled what it waits for: what the store lost since the match comes back as failed blocks.
         """
@@ -430,8 +442,9 @@ class BothEndsScheduler(Protocol):
 class WorkerSide(Protocol):
     """Lives beside the engine's pages."""
 
-    def register_pages(self, pages: Pages) -> None:
-        """Called once, before the first step. The pages stay valid and in place until close()."""
+    def register_pages(self, pages: Pages, *others: Pages) -> None:
+        """Called once, before the first step. The pages stay valid and in place until close(). `others`: of further layer
+        groups."""
         ...
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:

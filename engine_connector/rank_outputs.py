@@ -21,7 +21,7 @@ from kvstore.engine_connector.protocol import ConnectorMetadata, FilledFrom, Loa
 class _Load:
     """A load that not all ranks have reported."""
 
-    block_ids: tuple[int, ...]
+    block_ids: list[int]  # of all layer groups
     waits_for: set[int]  # ranks
     failed_block_ids: set[int]
     filled_from: int | None = None  # of a load from the back: the block from which on all ranks have it
@@ -49,9 +49,11 @@ class RankOutputs:
     def expect(self, meta: ConnectorMetadata) -> None:
         """These jobs go to every rank that lives. Before any of them can report."""
         all_live = len(self._live) == self._num_ranks
-        for load in meta.loads:
-            block_ids = (*(move.block_id for move in load.moves), *load.lost_block_ids)
-            self._loads[load.request_id] = _Load(block_ids, set(self._live), set() if all_live else set(block_ids))
+        for job in meta.loads:
+            load = self._loads.setdefault(job.request_id, _Load([], set(self._live), set()))
+            load.block_ids += [*(move.block_id for move in job.moves), *job.lost_block_ids]
+            if not all_live:
+                load.failed_block_ids.update(load.block_ids)
         for save in meta.saves:
             self._saves[save.job_id] = _Save([all_live] * len(save.moves), set(self._live))
 

@@ -13,7 +13,8 @@ R1 A request has at most one load at a time, and none of its blocks is saved whi
    those saves unless the load was good (R9).
 R2 Every lease taken for a request is in `load` or in one save job, and leaves it by release, commit or abort; when the
    sidecar could not be told, the Renew after the next connection ends it by not naming it.
-R3 `num_saved_blocks` counts a prefix that the store holds or will hold; it never counts a block behind a declined one.
+R3 `num_saved` counts a prefix that the store holds or will hold, as far as its group needs it; never a block behind a declined
+   one.
 R4 A request whose load failed or was late in any block is not matched again.
 R5 A request is forgotten only after request_finished and when nothing is pending, so that its pages outlive every copy.
 R6 Blocks on a slower tier are prefetched for a request that waits, once: when it is asked about a second time without having
@@ -28,6 +29,9 @@ R10 A load is filled from both ends only if the plan said so, no block was lost 
 R11 A save that is not reported in SAVE_DEADLINE_S is given up: its pages are the engine's, its blocks are never committed,
    and its lease is neither renewed nor said to be over, so that its slots stay in limbo until the report comes after all, or
    the engine is dead.
+R12 With several layer groups a load has a lease for each group that needs blocks, all of them whole, or is all lost. Of a group
+   with a window, or of states, only what a prefix that ends with the step needs is saved, each time without a parent: what is
+   before it need not be there. Tails, layers and both ends are for models of one group.
 """
 
 import enum
@@ -47,10 +51,10 @@ class Prefetch(enum.Enum):
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A load that the worker has not reported: a read lease whose blocks it copies into pages, or nothing but lost blocks
-    (lease_id 0)."""
+    """A load that the worker has not reported: read leases whose blocks it copies into pages, or nothing but lost blocks
+    (no lease)."""
 
-    lease_id: int
+    lease_ids: tuple[int, ...]  # of each layer group of which blocks are loaded
     boot_id: bytes
     block_ids: tuple[int, ...]  # all pages of the load, the lost ones too
     started_s: float = 0.0
@@ -67,6 +71,7 @@ class PendingSave:
     lease_id: int
     boot_id: bytes
     request_id: str
+    group: int
     first_block: int  # index in the request of the first key asked for
     keys: tuple[bytes, ...]  # the granted ones, as the job's moves
     started_s: float
@@ -75,7 +80,7 @@ class PendingSave:
 
 @dataclass(frozen=True, slots=True)
 class PinWish:
-    """The prompt's full blocks, and for how long they are to be kept."""
+    """The hashes of the prompt's full blocks, and for how long they are to be kept."""
 
     keys: tuple[bytes, ...]
     pin_s: float
@@ -92,8 +97,16 @@ class Offer:
 
 
 @dataclass(slots=True)
+class SavedBlocks:
+    """How far a request's blocks of one layer group are with the store, in own blocks of the group."""
+
+    num_saved: int = 0  # R3
+    num_offered: int = 0  # that were full when reserve was last asked
+
+
+@dataclass(slots=True)
 class RequestState:
-    """One live request. `boot_id` names the sidecar that `num_saved_blocks`, `prefetch` and `pinned` are true for."""
+    """One live request. `boot_id` names the sidecar that `saved`, `prefetch` and `pinned` are true for."""
 
     pin: PinWish | None = None
     pinned: bool = False  # all of it
@@ -101,8 +114,7 @@ class RequestState:
     load: PendingLoad | None = None
     load_failed: bool = False
     save_job_ids: set[int] = field(default_factory=set)
-    num_saved_blocks: int = 0
-    num_offered_blocks: int = 0  # blocks that were full when reserve was last asked
+    saved: list["SavedBlocks"] = field(default_factory=list)  # of each layer group
     prefetch: Prefetch = Prefetch.NOT_DUE
     boot_id: bytes = b""
     finished: bool = False
@@ -116,6 +128,7 @@ class RequestState:
         """The sidecar of another boot has nothing in memory, and may have nothing at all: offer it all again."""
         if self.boot_id != boot_id:
             self.boot_id = boot_id
-            self.num_saved_blocks = self.num_offered_blocks = 0
+            for saved in self.saved:
+                saved.num_saved = saved.num_offered = 0
             self.prefetch = Prefetch.NOT_DUE
             self.pinned = False

@@ -9,29 +9,45 @@ lost on its way.
 
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
 
-from kvstore.client import Reserved
+from kvstore.client import Acquired, Client, Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
+from kvstore.core.errors import ConfigError
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
-from kvstore.core.plans import FetchPlan, MatchWish
+from kvstore.core.plans import NOWHERE, FetchPlan, Match, MatchWish
 from kvstore.core.traces import Span, Tracer
+from kvstore.engine_connector.layer_groups import LayerGroup, longest_prefix
 from kvstore.engine_connector.pool_reports import PoolReports
 from kvstore.engine_connector.protocol import (
+    NO_PAGE,
     BlockMove,
+    CacheOptions,
     ConnectorMetadata,
     FetchPolicy,
     HandOver,
     LoadJob,
+    PageTables,
     Request,
     SaveJob,
     ScheduledRequest,
     WorkerOutput,
 )
 from kvstore.engine_connector.recent_sessions import RecentSessions
-from kvstore.engine_connector.requests import Offer, PendingLoad, PendingSave, PinWish, Prefetch, RequestState
+from kvstore.engine_connector.requests import (
+    Offer,
+    PendingLoad,
+    PendingSave,
+    PinWish,
+    Prefetch,
+    RequestState,
+    SavedBlocks,
+)
 from kvstore.engine_connector.session import Link, StoreSession
 from kvstore.engine_connector.step_times import StepTimes
 from kvstore.proto.kvstore_pb2 import CANCELLED, FAILED, LOADED, Outcome
@@ -52,8 +68,22 @@ _PRICE_OF_ANOTHER, _MAX_PRICE = 0.25, 3.0
 computed, whose tokens come later for it; measured engines lose nothing more beyond the limit, since they batch."""
 
 
+class _Part(NamedTuple):
+    """What a load needs of one layer group."""
+
+    group: int
+    keys: list[bytes]
+    first_needed: int  # of `keys`
+    pages: tuple[int, ...]  # of keys[first_needed:]
+
+
 class StoreSchedulerSide:
-    """Implements protocol.SchedulerSide over a StoreSession, which it closes."""
+    """Implements protocol.SchedulerSide over a StoreSession, which it closes.
+
+    `groups` are those of the session's specs. One with full attention leads: its Match counts the request and plans it, and the
+    others follow with what they need for a prefix of that length, or a shorter one that all support. A model without full
+    attention is not planned: what its groups support is fetched.
+    """
 
     def __init__(
         self,
@@ -65,10 +95,22 @@ class StoreSchedulerSide:
         fetch: FetchPolicy = FetchPolicy.PLANNED,
         chunk_tokens: int = 0,
         load_deadline_s: float = LOAD_DEADLINE_S,
+        groups: Sequence[LayerGroup] = (LayerGroup(),),
         tracer: Tracer | None = None,
     ) -> None:
-        """`chunk_tokens`: what the engine computes of a prompt at a time; 0: all, or not known. `tracer` is the caller's."""
+        """`block_tokens`: of one of a request's hashes. `chunk_tokens`: what the engine computes of a prompt at a time; 0: all,
+        or not known. `tracer` is the caller's. Raises ConfigError for a hand-over of several layer groups."""
         assert block_tokens > 0
+        if hand_over is not None and len(groups) > 1:
+            raise ConfigError(
+                f"hand_over: {hand_over} with {len(groups)} layer groups; tails are handed over for models of one group",
+                field="hand_over",
+                value=str(hand_over),
+            )
+        self._groups = tuple(groups)
+        self._is_one_group = len(groups) == 1
+        self._leader = next((i for i, group in enumerate(groups) if group.is_full), None)
+        self._alignment = math.lcm(*(group.span for group in groups))
         self._tracer = tracer
         self._fetch = fetch
         self._chunk_tokens = chunk_tokens
@@ -92,16 +134,19 @@ class StoreSchedulerSide:
         self._planning_link: Link | None = None  # whose sidecar has answered with a plan
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """See protocol.SchedulerSide. One Match of all keys but the last token's block, and one Prefetch if the request
-        waits and its blocks lie on a slower tier."""
+        """See protocol.SchedulerSide. One Match of all keys but the last token's block, one of each further layer group
+        (longest_prefix: two at most), and one Prefetch each if the request waits and its blocks lie on a slower tier."""
         state, link = self._state(request), self._session.link
         first = num_computed_tokens // self._block_tokens
         keys = self._loadable_keys(request)
         state.offer = Offer(first)
         never = self._fetch is FetchPolicy.NEVER or request.cache.no_read
-        if link is None or state.load_failed or never or len(keys) <= first:
+        if link is None or state.load_failed or never or len(keys) <= first or first % self._alignment:
             return 0
         state.follow_boot(link.boot_id)
+        if self._leader is None:
+            return self._match_groups(link, keys, first, len(keys)) * self._block_tokens - num_computed_tokens
+        leader = link.namespaces[self._leader]
         has_tail = len(keys) > len(self._full_block_keys(request))
         # What a producer computed for this instance is not computed again: it is there to decode.
         planned = self._fetch is FetchPolicy.PLANNED and not has_tail
@@ -109,8 +154,7 @@ class StoreSchedulerSide:
         name = _wire_name(request)
         traceparent = "" if self._tracer is None else request.traceparent
         match = self._session.ask(
-            link,
-            lambda client, link: client.match(link.namespace, keys, wish, request_id=name, traceparent=traceparent),
+            link, lambda client, _: client.match(leader, keys, wish, request_id=name, traceparent=traceparent)
         )
         if match is not None and match.plan is not None:
             self._planning_link = link
@@ -120,13 +164,15 @@ class StoreSchedulerSide:
         last = match.num_blocks
         if match.plan is not None:
             last = min(last, first + match.plan.num_blocks)
+        if not self._is_one_group:
+            last = self._match_groups(link, keys, first, last)
         if any(match.tiers[first:last]):
             self._prefetch_if_waiting(state, link, keys[:last])
         whole = has_tail and last == len(keys)
         return (request.num_prompt_tokens if whole else last * self._block_tokens) - num_computed_tokens
 
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See protocol.SchedulerSide. One Acquire."""
+    def update_state_after_alloc(self, request: Request, block_ids: PageTables, num_external_tokens: int) -> None:
+        """See protocol.SchedulerSide. One Acquire for each layer group that needs blocks."""
         state = self._state(request)
         state.prefetch = Prefetch.NOT_DUE
         assert state.load is None, "R1: one load at a time"
@@ -136,38 +182,70 @@ class StoreSchedulerSide:
         last = first + -(-num_external_tokens // self._block_tokens)
         keys = self._loadable_keys(request)[:last]
         assert len(keys) == last, "more tokens than were matched"
-        from_back = plan is not None and plan.both_ends
-        link, wire_id, started_s = self._session.link, str(next(self._wire_ids)), self._clock.now_s()
+        link, started_s = self._session.link, self._clock.now_s()
         boot_id = b"" if link is None else link.boot_id
         span = self._load_span(request, started_s)
-        grant = self._session.ask(
+        parts = self._parts(keys, first, last, self._tables(block_ids))
+        grants = [self._acquire(link, part, plan, plan_id, span) for part in parts]
+        short = [grant is None or grant.num_blocks < len(part.keys) for part, grant in zip(parts, grants, strict=True)]
+        granted = [grant.lease_id for grant in grants if grant is not None and grant.lease_id]
+        pages = tuple(page for part in parts for page in part.pages)
+        if not granted or (any(short) and not self._is_one_group):
+            self._release(PendingLoad(tuple(granted), boot_id, ()), CANCELLED)
+            state.load = PendingLoad((), boot_id, pages, started_s, span=span)
+            self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
+            return
+        jobs = [
+            self._load_job(request, boot_id, part, grant, plan)
+            for part, grant in zip(parts, grants, strict=True)
+            if grant is not None
+        ]
+        in_ram = not any(short) and all(all(grant.ready) for grant in grants if grant is not None)
+        state.load = PendingLoad(tuple(granted), boot_id, pages, started_s, in_ram=in_ram, span=span)
+        self._new_loads += jobs
+
+    def _parts(self, keys: list[bytes], first: int, last: int, tables: Sequence[Sequence[int]]) -> list[_Part]:
+        """What each group needs for a prefix of `last` blocks, of which the engine has `first`; the leader's comes first."""
+        parts = []
+        for number, group in enumerate(self._groups):
+            needed = group.needed(first, last)
+            before = needed.start if group.is_full else 0
+            if needed:
+                part_keys = group.keys(keys, range(needed.start - before, needed.stop))
+                table = tables[number][needed.start : needed.stop] if tables else ()
+                parts.append(_Part(number, part_keys, before, tuple(table)))
+        return sorted(parts, key=lambda part: part.group != self._leader)
+
+    def _acquire(
+        self, link: Link | None, part: _Part, plan: FetchPlan | None, plan_id: int, span: Span | None
+    ) -> Acquired | None:
+        leads = part.group == self._leader
+        wire_id = str(next(self._wire_ids))
+        return self._session.ask(
             link,
             lambda client, link: client.acquire(
                 wire_id,
-                link.namespace,
-                keys,
-                first_needed=first,
-                from_back=from_back,
-                plan_id=plan_id,
+                link.namespaces[part.group],
+                part.keys,
+                first_needed=part.first_needed,
+                from_back=plan is not None and plan.both_ends,
+                plan_id=plan_id if leads else 0,
                 traceparent=span.traceparent if span else "",
+                further_group=not leads,
             ),
         )
-        pages = tuple(block_ids[first:last])
-        if grant is None or grant.lease_id == 0:
-            state.load = PendingLoad(0, boot_id, pages, started_s, span=span)
-            self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
-            return
-        num_granted = grant.num_blocks - first
-        moves = tuple(map(BlockMove, pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
+
+    def _load_job(
+        self, request: Request, boot_id: bytes, part: _Part, grant: Acquired, plan: FetchPlan | None
+    ) -> LoadJob:
+        num_granted = grant.num_blocks - part.first_needed
+        moves = tuple(map(BlockMove, part.pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
         assert len(moves) == num_granted == len(grant.offsets) == len(grant.generations)
-        in_ram = all(grant.ready) and num_granted == len(pages)
-        state.load = PendingLoad(grant.lease_id, boot_id, pages, started_s, in_ram=in_ram, span=span)
         deadline_s = min(self._load_deadline_s, grant.expires_in_s)
-        if plan is not None and not from_back and plan.deadline_s > 0:
+        if plan is not None and not plan.both_ends and plan.deadline_s > 0:
             deadline_s = min(deadline_s, plan.deadline_s)
-        self._new_loads.append(
-            LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, pages[num_granted:])
-        )
+        lost = part.pages[num_granted:]
+        return LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, lost, group=part.group)
 
     def tiers_of(self, request: Request) -> bytes:
         """Numbers of the tiers (core.plans.TIERS) of the blocks behind those on the engine, as the last match found them."""
@@ -175,7 +253,7 @@ class StoreSchedulerSide:
 
     def use_both_ends(self, chunk_tokens: int) -> None:
         """See protocol.BothEndsScheduler."""
-        self._uses_both_ends, self._chunk_tokens = True, chunk_tokens
+        self._uses_both_ends, self._chunk_tokens = self._is_one_group, chunk_tokens
 
     def fill_from_back(self, request: Request) -> bool:
         """See protocol.BothEndsScheduler."""
@@ -202,7 +280,7 @@ class StoreSchedulerSide:
         load, job = self._state(request).load, self._new_loads[-1]
         assert load is not None
         assert job.request_id == request.request_id
-        load.by_layers = load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
+        load.by_layers = self._is_one_group and load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
         self._new_loads[-1] = replace(job, by_layers=load.by_layers)
         return load.by_layers
 
@@ -216,9 +294,7 @@ class StoreSchedulerSide:
         self._report_when_due()
         self._pool.send_due(self._session)
         loads, self._new_loads = tuple(self._new_loads), []
-        saves = [
-            job for item in scheduled for job in (self._save_blocks(item), self._save_tail(item)) if job is not None
-        ]
+        saves = [job for item in scheduled for job in self._save(item) if job is not None]
         step = self._times.begin(scheduled)
         return ConnectorMetadata(loads, tuple(saves), preempted_request_ids, self._session.boot_id, step)
 
@@ -246,14 +322,14 @@ class StoreSchedulerSide:
         """See protocol.SessionHints. One Prefetch."""
         keys = self._sessions.keys(session_id, salt)
         link = self._session.link if keys else None
-        answer = self._session.ask(link, lambda client, link: client.prefetch(link.namespace, keys))
+        answer = self._session.ask(link, lambda client, link: client.prefetch(link.namespaces[self._leader or 0], keys))
         return 0 if answer is None else answer.num_blocks
 
     def end_session(self, session_id: str, *, salt: str = "") -> int:
         """See protocol.SessionHints. One Pin."""
         keys = self._sessions.forget(session_id, salt)
         link = self._session.link if keys else None
-        return self._session.ask(link, lambda client, link: client.cool(link.namespace, keys)) or 0
+        return self._session.ask(link, lambda client, link: client.cool(link.namespaces[self._leader or 0], keys)) or 0
 
     def pool_has(self, num_blocks: int) -> None:
         """See protocol.PoolListener."""
@@ -290,8 +366,12 @@ class StoreSchedulerSide:
 
     # --- saving --------------------------------------------------------------------------------------------------------
 
-    def _save_blocks(self, item: ScheduledRequest) -> SaveJob | None:
-        """Slots for the blocks that are full once the step has run, from the first one that the store may lack.
+    def _save(self, item: ScheduledRequest) -> list[SaveJob | None]:
+        return [*(self._save_blocks(item, group) for group in range(len(self._groups))), self._save_tail(item)]
+
+    def _save_blocks(self, item: ScheduledRequest, number: int) -> SaveJob | None:
+        """Slots for the blocks of a layer group that are full once the step has run, from the first one that the store may lack.
+        Of a group that needs only some at the end of a prefix, for those (R12).
 
         Blocks from the engine's own prefix cache are offered too: the store answers HELD for what it has, and after a
         restart of the sidecar this is how it is filled again.
@@ -302,26 +382,31 @@ class StoreSchedulerSide:
         if request.cache.no_store or (load is not None and load.from_back):
             return None
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
-        num_full = min(num_filled, len(request.block_hashes))
+        group, saved = self._groups[number], state.saved[number]
+        num_full = min(num_filled, len(request.block_hashes)) // group.span
         link = self._session.link
         if link is None:
             return None
         state.follow_boot(link.boot_id)
-        if num_full <= state.num_offered_blocks:
+        if num_full <= saved.num_offered:
             return None
-        first = state.num_saved_blocks
-        keys = list(request.block_hashes[first:num_full])
-        state.num_offered_blocks = num_full
-        grant = self._reserve(link, request, first, keys, request.cache.ttl_s)
+        saved.num_offered = num_full
+        first = saved.num_saved
+        if not group.is_full:
+            needed = group.needed(first * group.span, num_full * group.span)
+            first = _first_with_pages(self._tables(item.block_ids)[number], needed)
+        keys = group.keys(request.block_hashes, range(first, num_full))
+        parent = request.block_hashes[first * group.span - 1] if first and group.is_full else b""
+        grant = self._reserve(link, number, keys, parent, request.cache, request.cache.ttl_s) if keys else None
         if grant is None:
             return None
         num_held = _num_not_declined(grant.statuses)
         # An orphan's parents are gone (evicted, or their writer died): next time all blocks are offered again.
-        state.num_saved_blocks = 0 if grant.declined_reason == "orphan" else first + num_held
+        saved.num_saved = 0 if grant.declined_reason == "orphan" else first + num_held
         if grant.lease_id == 0:
             self._pin_when_held(state)
             return None
-        return self._save_granted(link, item, first, keys, grant)
+        return self._save_granted(link, item, number, first, keys, grant)
 
     def _save_tail(self, item: ScheduledRequest) -> SaveJob | None:
         """A slot for the tail of a prompt that the step completes, behind its full blocks, which are held or being saved now.
@@ -334,26 +419,30 @@ class StoreSchedulerSide:
         if link is None:
             return None
         first, keys = request.num_prompt_tokens // self._block_tokens, [request.tail_hash]
-        grant = self._reserve(link, request, first, keys, min(request.cache.ttl_s or TAIL_KEEP_S, TAIL_KEEP_S))
-        return None if grant is None or grant.lease_id == 0 else self._save_granted(link, item, first, keys, grant)
+        parent = request.block_hashes[first - 1] if first else b""
+        grant = self._reserve(
+            link, 0, keys, parent, request.cache, min(request.cache.ttl_s or TAIL_KEEP_S, TAIL_KEEP_S)
+        )
+        return None if grant is None or grant.lease_id == 0 else self._save_granted(link, item, 0, first, keys, grant)
 
-    def _reserve(self, link: Link, request: Request, first: int, keys: list[bytes], keep_s: float) -> Reserved | None:
-        wire_id, parent = str(next(self._wire_ids)), request.block_hashes[first - 1] if first else b""
+    def _reserve(  # noqa: PLR0917 - what a reservation is made of
+        self, link: Link, number: int, keys: list[bytes], parent: bytes, cache: CacheOptions, keep_s: float
+    ) -> Reserved | None:
+        wire_id, namespace = str(next(self._wire_ids)), link.namespaces[number]
         return self._session.ask(
             link,
-            lambda client, link: client.reserve(
-                wire_id, link.namespace, keys, parent=parent, keep_s=keep_s, label=request.cache.label
-            ),
+            lambda client, _: client.reserve(wire_id, namespace, keys, parent=parent, keep_s=keep_s, label=cache.label),
         )
 
-    def _save_granted(
-        self, link: Link, item: ScheduledRequest, first: int, keys: list[bytes], grant: Reserved
+    def _save_granted(  # noqa: PLR0917 - what a save is made of
+        self, link: Link, item: ScheduledRequest, number: int, first: int, keys: list[bytes], grant: Reserved
     ) -> SaveJob:
-        """`keys` are those of the request's blocks from `first` on."""
+        """`keys` are those of the request's blocks of the group from `first` on."""
+        table = self._tables(item.block_ids)[number]
         request, num_held = item.request, _num_not_declined(grant.statuses)
         granted = [i for i in range(num_held) if grant.statuses[i] == KeyStatus.GRANTED]
         moves = tuple(
-            BlockMove(item.block_ids[first + i], offset, generation)
+            BlockMove(table[first + i], offset, generation)
             for i, offset, generation in zip(granted, grant.offsets.tolist(), grant.generations.tolist(), strict=True)
         )
         job_id = next(self._job_ids)
@@ -361,12 +450,13 @@ class StoreSchedulerSide:
             grant.lease_id,
             link.boot_id,
             request.request_id,
+            number,
             first,
             tuple(keys[i] for i in granted),
             self._clock.now_s(),
         )
         self._state(request).save_job_ids.add(job_id)
-        return SaveJob(job_id, request.request_id, link.boot_id, moves)
+        return SaveJob(job_id, request.request_id, link.boot_id, moves, number)
 
     def _finish_save(self, job_id: int, written: tuple[bool, ...]) -> None:
         save = self._saves.pop(job_id)
@@ -376,9 +466,10 @@ class StoreSchedulerSide:
         state = self._requests[save.request_id]
         state.save_job_ids.discard(job_id)
         if self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok]) < len(save.keys):
-            state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+            saved = state.saved[save.group]
+            saved.num_saved = min(saved.num_saved, save.first_block)
             if not any(written):
-                state.num_offered_blocks = min(state.num_offered_blocks, save.first_block)
+                saved.num_offered = min(saved.num_offered, save.first_block)
         self._pin_when_held(state)
         self._forget_when_done(save.request_id, state)
 
@@ -392,7 +483,8 @@ class StoreSchedulerSide:
                 save.given_up = True
                 state = self._requests[save.request_id]
                 state.save_job_ids.discard(job_id)
-                state.num_saved_blocks = min(state.num_saved_blocks, save.first_block)
+                saved = state.saved[save.group]
+                saved.num_saved = min(saved.num_saved, save.first_block)
                 self._forget_when_done(save.request_id, state)
 
     def _commit(self, save: PendingSave, written: list[bytes]) -> int:
@@ -407,9 +499,13 @@ class StoreSchedulerSide:
 
     def _pin_when_held(self, state: RequestState) -> None:
         """R7. Its own saves that are under way hold nothing yet; those behind the prompt do not matter."""
-        if state.pin is None or state.num_saved_blocks < len(state.pin.keys):
+        if state.pin is None:
             return
-        if all(self._saves[job_id].first_block >= len(state.pin.keys) for job_id in state.save_job_ids):
+        num_blocks = [len(state.pin.keys) // group.span for group in self._groups]
+        if any(saved.num_saved < wanted for saved, wanted in zip(state.saved, num_blocks, strict=True)):
+            return
+        saves = [self._saves[job_id] for job_id in state.save_job_ids]
+        if all(save.first_block >= num_blocks[save.group] for save in saves):
             self._pin(state)
 
     def _pin(self, state: RequestState) -> None:
@@ -418,8 +514,12 @@ class StoreSchedulerSide:
             return
         state.follow_boot(link.boot_id)
         if not state.pinned:
-            num_pinned = self._session.ask(link, lambda client, link: client.pin(link.namespace, pin.keys, pin.pin_s))
-            state.pinned = num_pinned == len(pin.keys)
+            parts = self._parts(list(pin.keys), 0, len(pin.keys), ())
+            pinned = [self._pin_part(link, part, pin.pin_s) == len(part.keys) for part in parts]
+            state.pinned = all(pinned)
+
+    def _pin_part(self, link: Link, part: _Part, pin_s: float) -> int | None:
+        return self._session.ask(link, lambda client, link: client.pin(link.namespaces[part.group], part.keys, pin_s))
 
     # --- loading -------------------------------------------------------------------------------------------------------
 
@@ -449,12 +549,26 @@ class StoreSchedulerSide:
     def _price(self, request: Request) -> float:
         return min(_MAX_PRICE, _PRICE_OF_ANOTHER * self._times.num_others(request.request_id))
 
+    def _match_groups(self, link: Link, keys: list[bytes], first: int, length: int) -> int:
+        """How much of a prefix of `length` that the leader has, or nobody was asked about, all groups support."""
+        return longest_prefix(
+            self._groups, first, length, _StoreLookup(self._session, link, self._groups, self._leader, keys)
+        )
+
     def _prefetch_if_waiting(self, state: RequestState, link: Link, keys: list[bytes]) -> None:
         """R6."""
         if state.prefetch is Prefetch.DUE:
-            first = state.offer.first_block
-            self._session.ask(link, lambda client, link: client.prefetch(link.namespace, keys, first_needed=first))
+            for part in self._parts(keys, state.offer.first_block, len(keys), ()):
+                self._prefetch(link, part)
         state.prefetch = Prefetch.DUE if state.prefetch is Prefetch.NOT_DUE else Prefetch.SENT
+
+    def _prefetch(self, link: Link, part: _Part) -> None:
+        self._session.ask(
+            link,
+            lambda client, link: client.prefetch(
+                link.namespaces[part.group], part.keys, first_needed=part.first_needed
+            ),
+        )
 
     def _finish_load(self, request_id: str, output: WorkerOutput) -> None:
         state = self._requests[request_id]
@@ -492,11 +606,14 @@ class StoreSchedulerSide:
                 }
             )
         link = self._session.link
-        if load.lease_id and link is not None and load.boot_id == link.boot_id:
-            self._session.ask(
-                link,
-                lambda client, _: client.release(load.lease_id, outcome, num_loaded=num_loaded, seconds=seconds),
-            )
+        if link is not None and load.boot_id == link.boot_id:
+            for lease_id in load.lease_ids:
+                self._session.ask(
+                    link, partial(_release, lease_id=lease_id, outcome=outcome, num_loaded=num_loaded, seconds=seconds)
+                )
+
+    def _tables(self, block_ids: PageTables) -> Sequence[Sequence[int]]:
+        return cast("Sequence[Sequence[int]]", (block_ids,) if self._is_one_group else block_ids)
 
     def _load_span(self, request: Request, at_s: float) -> Span | None:
         """From Acquire until the worker's report, if the request is traced."""
@@ -516,7 +633,7 @@ class StoreSchedulerSide:
         saves = [save for save in self._saves.values() if save.boot_id == link.boot_id]
         lease_ids = [save.lease_id for save in saves if not save.given_up]
         loads = [state.load for state in self._requests.values() if state.load is not None]
-        lease_ids += [load.lease_id for load in loads if load.lease_id and load.boot_id == link.boot_id]
+        lease_ids += [lease_id for load in loads if load.boot_id == link.boot_id for lease_id in load.lease_ids]
         others_ended = not any(save.given_up for save in saves)
         if lease_ids or reconnected:
             self._session.ask(
@@ -527,7 +644,9 @@ class StoreSchedulerSide:
         """One Report of this engine's speeds, at most every REPORT_INTERVAL_S, to a sidecar that plans with them."""
         link = self._planning_link
         if link is self._session.link is not None and (speeds := self._times.take_due()) is not None:
-            self._session.ask(link, lambda client, link: client.report(link.namespace, **speeds._asdict()))
+            self._session.ask(
+                link, lambda client, link: client.report(link.namespaces[self._leader or 0], **speeds._asdict())
+            )
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -535,6 +654,7 @@ class StoreSchedulerSide:
             keys = tuple(request.block_hashes[: request.num_prompt_tokens // self._block_tokens])
             pin_s = request.cache.pin_s
             state = RequestState(PinWish(keys, pin_s) if pin_s and keys else None)
+            state.saved = [SavedBlocks() for _ in self._groups]
             self._requests[request.request_id] = state
         return state
 
@@ -542,6 +662,44 @@ class StoreSchedulerSide:
         if state.finished and not state.pending:
             self._pin(state)
             del self._requests[request_id]
+
+
+class _StoreLookup:
+    """layer_groups.Lookup for a sequence of `keys` whose leading group has been asked."""
+
+    def __init__(
+        self, session: StoreSession, link: Link, groups: Sequence[LayerGroup], leader: int | None, keys: list[bytes]
+    ) -> None:
+        self._session, self._link, self._groups, self._leader, self._keys = session, link, groups, leader, keys
+
+    def has_run(self, group: int, blocks: range) -> bool:
+        """See Lookup. One Match."""
+        if group == self._leader or not blocks:
+            return True
+        match = self._ask(group, blocks, each=False)
+        return match is not None and match.num_blocks == len(blocks)
+
+    def tiers(self, group: int, blocks: range) -> bytes:
+        """See Lookup. One Match."""
+        if group == self._leader:
+            return bytes(len(blocks))
+        match = self._ask(group, blocks, each=True)
+        return bytes([NOWHERE]) * len(blocks) if match is None else match.tiers
+
+    def _ask(self, group: int, blocks: range, *, each: bool) -> Match | None:
+        keys, namespace = self._groups[group].keys(self._keys, blocks), self._link.namespaces[group]
+        return self._session.ask(
+            self._link, lambda client, _: client.match(namespace, keys, further_group=True, each=each)
+        )
+
+
+def _release(client: Client, _: Link, *, lease_id: int, outcome: int, num_loaded: int, seconds: float) -> None:
+    client.release(lease_id, outcome, num_loaded=num_loaded, seconds=seconds)
+
+
+def _first_with_pages(table: Sequence[int], blocks: range) -> int:
+    """The first of these from which on the engine has a page for all."""
+    return next((block + 1 for block in reversed(blocks) if table[block] == NO_PAGE), blocks.start)
 
 
 def _wire_name(request: Request) -> str:

@@ -31,7 +31,12 @@ class Link(NamedTuple):
 
     number: int  # another number means that the sidecar ended what it had granted
     boot_id: bytes
-    namespace: bytes  # of the first spec; b"" without one
+    namespaces: tuple[bytes, ...]  # of the specs, in their order
+
+    @property
+    def namespace(self) -> bytes:
+        """Of the first spec."""
+        return self.namespaces[0]
 
 
 class StoreSession:
@@ -151,8 +156,8 @@ class StoreSession:
         self._followed = b""  # a worker that was told of another boot meanwhile is told again at its next step
         self._lost.clear()
         self._num_links += 1
-        spaces = self._client.namespaces
-        self._link = Link(self._num_links, self._client.boot_id, spaces[0].namespace if spaces else b"")
+        namespaces = tuple(space.namespace for space in self._client.namespaces)
+        self._link = Link(self._num_links, self._client.boot_id, namespaces)
         self._report_near_misses()
         return True
 

@@ -83,6 +83,7 @@ _STOP_DEADLINE_S = 5.0
 
 class _Loaded(NamedTuple):
     request_id: str
+    block_ids: tuple[int, ...]
     failed_block_ids: tuple[int, ...]
     nbytes: int
     copying_s: float
@@ -130,13 +131,15 @@ class StoreWorkerSide:
     def __init__(self, session: StoreSession, *, clock: Clock | None = None) -> None:
         self._session = session
         self._clock = clock or MonotonicClock()
-        self._pages: Pages | None = None
+        self._pages: tuple[Pages, ...] = ()  # of each layer group; none before register_pages and after close
         self._reports: queue.SimpleQueue[_Loaded | _Saved] = queue.SimpleQueue()
         self._in_flight = SavesInFlight()
         self._by_layers: dict[
             str, _Load
         ] = {}  # by request, until they are reported; only the engine's thread looks at it
         self._from_back: dict[str, _Load] = {}  # likewise
+        self._num_jobs: dict[str, int] = {}  # likewise: loads of a request, one in each of its layer groups
+        self._parts: dict[str, list[_Loaded]] = {}  # likewise: those that have ended
         self._step = 0  # that the engine is in
         self._new_loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()  # bounded by the engine: one a request
         self._load_thread = threading.Thread(target=self._run_loads, name="kvstore-load", daemon=True)
@@ -144,9 +147,9 @@ class StoreWorkerSide:
         self._new_saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()  # likewise: a few a request
         self._save_thread = threading.Thread(target=self._run_saves, name="kvstore-save", daemon=True)
 
-    def register_pages(self, pages: Pages) -> None:
+    def register_pages(self, pages: Pages, *others: Pages) -> None:
         """See protocol.WorkerSide."""
-        self._pages = pages
+        self._pages = (pages, *others)
         self._load_thread.start()
         self._save_thread.start()
 
@@ -162,6 +165,7 @@ class StoreWorkerSide:
         self._step = meta.step
         for job in meta.loads:
             load = _Load(job, started_s=self._clock.now_s())
+            self._num_jobs[job.request_id] = self._num_jobs.get(job.request_id, 0) + 1
             if job.by_layers:
                 self._by_layers[job.request_id] = load
             if job.from_back:
@@ -217,7 +221,9 @@ class StoreWorkerSide:
     def get_output(self, *, wait_s: float = 0.0) -> WorkerOutput:
         """See protocol.WorkerSide."""
         reports = list(_drain(self._reports, wait_s))
-        loaded = [report for report in reports if isinstance(report, _Loaded)]
+        loaded = [
+            whole for report in reports if isinstance(report, _Loaded) and (whole := self._whole(report)) is not None
+        ]
         saved = [report for report in reports if isinstance(report, _Saved)]
         for report in loaded:
             self._by_layers.pop(report.request_id, None)
@@ -235,6 +241,27 @@ class StoreWorkerSide:
             step=self._step,
         )
 
+    def _whole(self, report: _Loaded) -> _Loaded | None:
+        """The report of a request's load, once that of its last layer group has come. A hit is whole or nothing to an engine with
+        several: a shorter one would need other blocks of its windows."""
+        parts = self._parts.setdefault(report.request_id, [])
+        parts.append(report)
+        if len(parts) < self._num_jobs[report.request_id]:
+            return None
+        del self._parts[report.request_id], self._num_jobs[report.request_id]
+        if len(parts) == 1:
+            return report
+        block_ids = tuple(block_id for part in parts for block_id in part.block_ids)
+        return _Loaded(
+            report.request_id,
+            block_ids,
+            block_ids if any(part.failed_block_ids for part in parts) else (),
+            sum(part.nbytes for part in parts),
+            sum(part.copying_s for part in parts),
+            max(part.seconds for part in parts),
+            None,
+        )
+
     def close(self) -> None:
         """See protocol.WorkerSide. What is queued is finished, except for blocks that have not arrived."""
         self.drop_saves()
@@ -242,7 +269,7 @@ class StoreWorkerSide:
             jobs.put(None)
             if thread.is_alive():
                 thread.join(_STOP_DEADLINE_S)
-        self._pages = None
+        self._pages = ()
 
     # --- on the load thread ----------------------------------------------------------------------------------------------
 
@@ -293,7 +320,7 @@ class StoreWorkerSide:
 
     def _copy_in(self, load: _Load, live_boot_id: bytes) -> Arrival:
         """Copy blocks in prefix order as long as they are there; what is to be said of the one after them."""
-        pages, moves = self._pages, load.job.moves
+        pages, moves = self._pages_of(load.job), load.job.moves
         if load.job.by_layers and not load.num_loaded and isinstance(pages, LayeredPages):
             if load.arena is None:
                 load.arena = self._session.arena(load.job.boot_id)
@@ -312,7 +339,7 @@ class StoreWorkerSide:
 
     def _copy_from_back(self, load: _Load, live_boot_id: bytes) -> Arrival:
         """Copy blocks, the last one first, as long as they are there and not the front's. THERE: the two have met."""
-        cursors, pages = load.cursors, self._pages
+        cursors, pages = load.cursors, self._pages_of(load.job)
         assert cursors is not None
         while not cursors.met:
             move = load.job.moves[cursors.back - 1]
@@ -374,8 +401,9 @@ class StoreWorkerSide:
         self._reports.put(
             _Loaded(
                 job.request_id,
+                (*(move.block_id for move in job.moves), *job.lost_block_ids),
                 failed,
-                load.num_copied * self._page_nbytes(),
+                load.num_copied * (0 if (pages := self._pages_of(job)) is None else pages.page_nbytes),
                 load.copying_s,
                 self._clock.now_s() - load.started_s,
                 None if cursors is None else cursors.back,
@@ -400,7 +428,7 @@ class StoreWorkerSide:
         self._reports.put(_Saved(job.job_id, tuple(written), self._clock.now_s() - started_s))
 
     def _copy_out(self, save: _Save, written: list[bool]) -> None:
-        job, pages = save.job, self._pages
+        job, pages = save.job, self._pages_of(save.job)
         if isinstance(pages, LayeredPages) and not save.computed.wait(ALL_LAYERS, 0.0):
             self._copy_out_layers(save, pages, written)
         elif pages is not None and save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S):
@@ -435,8 +463,8 @@ class StoreWorkerSide:
             pages.copy_out(move.block_id, _slot(arena, move.offset, pages.page_nbytes))
             written[i] = self._in_flight.wanted(job)  # called off meanwhile: the page may have changed under the copy
 
-    def _page_nbytes(self) -> int:
-        return 0 if self._pages is None else self._pages.page_nbytes
+    def _pages_of(self, job: LoadJob | SaveJob) -> Pages | None:
+        return self._pages[job.group] if self._pages else None
 
 
 def _steps(pages: LayeredPages) -> Iterable[range]:

@@ -180,16 +180,23 @@ class Client:
         *,
         request_id: str = "",
         traceparent: str = "",
+        further_group: bool = False,
+        each: bool = False,
     ) -> Match:
         """Length of the longest READY prefix of `keys`, and where each block lies; with a `wish`, which only engines have, also
         how much of it is worth fetching. Owns nothing. `request_id` names the request where no wish does; `traceparent` is of
-        the span that this belongs to (core/traces.py)."""
+        the span that this belongs to (core/traces.py).
+
+        `further_group`: of a layer group whose request is counted with another one's Match. Then `each` asks for the tier of
+        every key, plans.NOWHERE where it cannot be read."""
         request = pb.MatchRequest(
             namespace=namespace,
             keys=_packed(keys),
             wish=None if wish is None else pb.PlanWish(**wish._asdict()),
             request_id=request_id,
             traceparent=traceparent,
+            further_group=further_group,
+            each=each,
         )
         reply = self._call(Verb.MATCH, request, pb.MatchReply)
         plan = _plan(reply.plan) if reply.HasField("plan") else None
@@ -206,9 +213,10 @@ class Client:
         from_back: bool = False,
         plan_id: int = 0,
         traceparent: str = "",
+        further_group: bool = False,
     ) -> Acquired:
         """Lease the READY prefix of `keys` from `first_needed` on, for reading. What lies on drives is read `from_back` to
-        front, or in order. `plan_id`: of the plan that this carries out. `traceparent` as in match."""
+        front, or in order. `plan_id`: of the plan that this carries out. `traceparent`, `further_group`: as in match."""
         request = pb.AcquireRequest(
             request_id=request_id,
             namespace=namespace,
@@ -218,6 +226,7 @@ class Client:
             order=pb.BACK if from_back else pb.FRONT,
             plan_id=plan_id,
             traceparent=traceparent,
+            further_group=further_group,
         )
         reply = self._call(Verb.ACQUIRE, request, pb.AcquireReply)
         return Acquired(

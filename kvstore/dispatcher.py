@@ -302,14 +302,21 @@ class Dispatcher:
             self._engines(session)
         if request.request_id:
             check_request_id(request.request_id)
+        if request.each and not request.further_group:
+            raise wrong("each", "true", "only a further layer group's keys are looked up one by one (further_group)")
+        if wish is not None and request.further_group:
+            raise wrong("wish", wish.request_id, "a request is planned with the Match that counts it (further_group)")
         now_s = self._clock.now_s()
-        match = self._store.match(request.namespace, keys, now_s)
+        if request.each:
+            match = self._store.match_each(request.namespace, keys)
+        else:
+            match = self._store.match(request.namespace, keys, now_s)
         reply = pb.MatchReply(num_blocks=match.num_blocks, tiers=match.tiers, boot_id=self._boot_id)
         if wish is not None:
             match = self._plan(session, request.namespace, keys, wish, match, now_s)
             assert match.plan is not None
             reply.plan.CopyFrom(pb.Plan(plan_id=match.plan_id, **match.plan._asdict()))
-        if session.holder.instance and session.role != pb.PEER:
+        if session.holder.instance and session.role != pb.PEER and not request.further_group:
             self._count_match(session, request, keys, wish, match, now_s)
         if self._traces is not None and request.traceparent:
             record = next(self.advisor.records("", None)) if wish is not None else None
@@ -392,17 +399,18 @@ class Dispatcher:
         self._on_leases_changed()
         if request.plan_id:
             self.advisor.granted(request.plan_id, session.holder.instance, grant.lease_id)
-        self.usage.acquired(
-            session.holder.instance,
-            session.tenant,
-            self._store.spec(request.namespace),
-            keys,
-            request.first_needed,
-            request.plan_id,
-            grant.lease_id,
-            grant.ready,
-            now_s,
-        )
+        if not request.further_group:
+            self.usage.acquired(
+                session.holder.instance,
+                session.tenant,
+                self._store.spec(request.namespace),
+                keys,
+                request.first_needed,
+                request.plan_id,
+                grant.lease_id,
+                grant.ready,
+                now_s,
+            )
         if self._traces is not None and request.traceparent:
             about: Attributes = {"kvstore.tenant": session.tenant, "kvstore.plan.id": request.plan_id}
             self._trace_lease("kvstore.fetch", request.traceparent, grant, now_s, about)

@@ -22,7 +22,7 @@ from kvstore.core.limits import (
 )
 from kvstore.core.loans import FetchDone
 from kvstore.core.moves import Forget, MoveDone, Touch, Urgency
-from kvstore.core.plans import TIERS, Match, NamespaceInfo, NearMiss, Prefetch, ReadGrant, WriteGrant
+from kvstore.core.plans import NOWHERE, TIERS, Match, NamespaceInfo, NearMiss, Prefetch, ReadGrant, WriteGrant
 from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.costs import LoadCost, TierQuote
 from kvstore.counters import new_counters
@@ -167,6 +167,17 @@ class Store:
         self._counters["hit_blocks_total"] += len(tiers)
         self._counters["miss_blocks_total"] += len(keys) - len(tiers)
         return Match(len(tiers), tiers)
+
+    def match_each(self, namespace: bytes, keys: Sequence[bytes]) -> Match:
+        """For every key the tier that has it here, NOWHERE where none has; changes nothing. For layers that need only some of a
+        sequence's blocks. What other nodes have is not told: they are asked for runs."""
+        _check_count(keys)
+        rows = self._index.find_all(self._namespace(namespace), keys)
+        state = self._blocks.table.state[rows]
+        here = (state == READY) | (state == ARRIVING) | ((state == NONE) & self._spill.readable(rows))
+        tiers = np.where(here & (rows != NO_PARENT), (state != READY).astype(np.uint8), NOWHERE)
+        missing = np.flatnonzero(tiers == NOWHERE)
+        return Match(int(missing[0]) if len(missing) else len(keys), tiers.tobytes())
 
     def why_missing(self, namespace: bytes, keys: Sequence[bytes]) -> dict[str, int]:
         """Why `keys`, those of a sequence behind what Match found, cannot be read: how many for which reason of usage.MISSES."""

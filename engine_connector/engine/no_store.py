@@ -6,6 +6,7 @@ from kvstore.engine_connector.protocol import (
     Connector,
     ConnectorMetadata,
     Pages,
+    PageTables,
     Request,
     ScheduledRequest,
     WorkerOutput,
@@ -19,7 +20,7 @@ class _NoStoreScheduler:
     def update_state_after_alloc(
         self,
         request: Request,  # noqa: ARG002
-        block_ids: Sequence[int],  # noqa: ARG002
+        block_ids: PageTables,  # noqa: ARG002
         num_external_tokens: int,
     ) -> None:
         assert num_external_tokens == 0
@@ -45,7 +46,7 @@ class _NoStoreScheduler:
 
 
 class _NoStoreWorker:
-    def register_pages(self, pages: Pages) -> None:  # noqa: ARG002
+    def register_pages(self, pages: Pages, *others: Pages) -> None:  # noqa: ARG002
         return
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:  # noqa: ARG002

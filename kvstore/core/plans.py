@@ -19,11 +19,15 @@ class MatchWish(NamedTuple):
     label: str = ""  # what a person calls the prompt
 
 
+NOWHERE = 255
+"""Instead of a tier's number: of a key that cannot be read."""
+
+
 class Match(NamedTuple):
     """The longest prefix that can be read, from whatever tier. May be stale at once; owns nothing."""
 
     num_blocks: int
-    tiers: bytes  # for each block the number of its best tier (TIERS)
+    tiers: bytes  # for each block the number of its best tier (TIERS); or for each key that was asked for (match_each)
     plan: "FetchPlan | None" = None  # when there was a wish
     plan_id: int = 0  # of that plan; never 0
 

@@ -113,18 +113,22 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "wish", "request_id", "traceparent")
+    __slots__ = ("namespace", "keys", "wish", "request_id", "traceparent", "further_group", "each")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    EACH_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     wish: PlanWish
     request_id: str
     traceparent: str
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    further_group: bool
+    each: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., wish: _Optional[_Union[PlanWish, _Mapping]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., further_group: bool = ..., each: bool = ...) -> None: ...
 
 class PlanWish(_message.Message):
     __slots__ = ("request_id", "first_needed", "num_tokens", "chunk_tokens", "compute_wait_s", "compute_price", "both_ends", "deadline_s", "label")
@@ -183,7 +187,7 @@ class MatchReply(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id", "traceparent")
+    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id", "traceparent", "further_group")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +196,7 @@ class AcquireRequest(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_GROUP_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     namespace: bytes
     keys: bytes
@@ -200,7 +205,8 @@ class AcquireRequest(_message.Message):
     order: Order
     plan_id: int
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    further_group: bool
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., further_group: bool = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "expires_in_s", "num_blocks", "offsets", "generations", "ready", "boot_id")

@@ -105,7 +105,18 @@ class InProcessClient:
         self.sidecar.store.presence.join(self._holder, [info.namespace])
         self.namespaces = (NamespaceInfo(info.namespace, info.block_nbytes, info.num_blocks, ()),)
 
-    def match(self, namespace: bytes, keys: list[bytes], wish: MatchWish | None = None, **named: str) -> Match:
+    def match(
+        self,
+        namespace: bytes,
+        keys: list[bytes],
+        wish: MatchWish | None = None,
+        *,
+        further_group: bool = False,
+        each: bool = False,
+        **named: str,
+    ) -> Match:
+        if each:
+            return self._call("match", lambda store, _now_s: store.match_each(namespace, keys))
         match = self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
         self.match_wishes.append(wish)
         self.match_names.append(named["request_id"])
@@ -121,6 +132,7 @@ class InProcessClient:
         from_back: bool = False,
         plan_id: int = 0,
         traceparent: str = "",
+        further_group: bool = False,
     ) -> Acquired:
         self.acquired.append((from_back, plan_id))
 

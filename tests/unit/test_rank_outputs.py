@@ -1,6 +1,7 @@
 """Several workers are one to the scheduler side: a job is told once, when all ranks have reported it, and is good if all were."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,14 @@ def test_a_load_is_told_when_the_last_rank_reports_with_the_pages_that_failed_an
 
     assert (b.finished_loading, b.failed_block_ids, b.load_times) == ({"b"}, frozenset(), (LoadTime("b", 0.25),))
     assert (a.finished_loading, a.failed_block_ids, a.load_times) == ({"a"}, {1, 2}, (LoadTime("a", 0.5),))
+
+
+def test_a_load_of_several_layer_groups_is_one() -> None:
+    ranks = RankOutputs(2)
+    ranks.expect(ConnectorMetadata(loads=(load("r", 1, 2), replace(load("r", 30), group=1))))
+
+    assert ranks.add([(0, loaded("r", 1, 2, 30))]) == WorkerOutput()
+    assert ranks.add([(1, loaded("r"))]).failed_block_ids == {1, 2, 30}
 
 
 def test_a_load_from_the_back_is_filled_from_where_all_ranks_have_it() -> None:

@@ -80,14 +80,14 @@ class Client(InProcessClient):
 class Worker:
     """A worker side over `pages` and the arena of an in-process sidecar, of which every third slot is `ours`."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, *others: Pages) -> None:
         self.sidecar = InProcessSidecar(num_segments=1)
         self.client = Client(self.sidecar)
         self.session = StoreSession(self.client)
         self.session.start()
         self.pages = pages
         self.side = StoreWorkerSide(self.session, clock=pages.clock)
-        self.side.register_pages(pages)
+        self.side.register_pages(pages, *others)
 
     @property
     def boot_id(self) -> bytes:
@@ -153,6 +153,76 @@ def worker(pages: Pages) -> Iterator[Worker]:
     pages.gate.set()
     worker.side.close()
     worker.session.close()
+
+
+@dataclass
+class WindowPages(Pages):
+    """Of another layer group: half the bytes."""
+
+    memory: np.ndarray = field(default_factory=lambda: np.zeros((NUM_PAGES, NBYTES // 2), np.uint8))
+    page_nbytes: int = NBYTES // 2
+
+
+@pytest.fixture
+def window() -> WindowPages:
+    return WindowPages()
+
+
+@pytest.fixture
+def grouped(pages: Pages, window: WindowPages) -> Iterator[Worker]:
+    worker = Worker(pages, window)
+    yield worker
+    window.gate.set()
+    worker.side.close()
+    worker.session.close()
+
+
+def load_both(worker: Worker, first: tuple[BlockMove, ...], second: tuple[BlockMove, ...]) -> None:
+    """The loads of one request, in each layer group."""
+    jobs = [LoadJob("r", i + 1, worker.boot_id, moves, DEADLINE_S, group=i) for i, moves in enumerate((first, second))]
+    worker.side.start_load(ConnectorMetadata(loads=tuple(jobs)))
+
+
+def test_a_load_of_two_groups_is_reported_once_both_are_over(
+    grouped: Worker, pages: Pages, window: WindowPages
+) -> None:
+    window.gated = frozenset({5})
+    grouped.slot(0)[:], grouped.slot(1)[:] = 7, 9
+
+    load_both(grouped, grouped.moves(p3=0), grouped.moves(p5=1))
+    assert window.reached.wait(WAIT_S)
+    assert grouped.side.get_output() == WorkerOutput()
+    window.gate.set()
+    output = grouped.output()
+
+    assert (output.finished_loading, output.failed_block_ids) == ({"r"}, frozenset())
+    assert output.load_bytes == NBYTES + NBYTES // 2
+    assert (pages.memory[3] == 7).all()
+    assert (window.memory[5] == 9).all()
+
+
+@pytest.mark.parametrize("lost_slot", [0, 1])
+def test_a_load_that_fails_in_one_group_has_failed_in_all(grouped: Worker, lost_slot: int) -> None:
+    moves = grouped.moves(p3=0), grouped.moves(p5=1)
+    grouped.reuse(lost_slot)
+
+    load_both(grouped, *moves)
+
+    output = grouped.output()
+    while not output.finished_loading:
+        output = grouped.output()
+    assert (output.finished_loading, output.failed_block_ids) == ({"r"}, {3, 5})
+
+
+def test_a_save_reads_the_pages_of_its_group(grouped: Worker, pages: Pages, window: WindowPages) -> None:
+    pages.memory[2], window.memory[2] = 1, 2
+
+    job = SaveJob(1, "r", grouped.boot_id, grouped.moves(p2=0), group=1)
+    grouped.side.start_save(ConnectorMetadata(saves=(job,)))
+
+    assert grouped.output().finished_saving == ((1, (True,)),)
+    assert (grouped.slot(0)[: NBYTES // 2] == 2).all()
+    assert (grouped.slot(0)[NBYTES // 2 :] == 0).all()
 
 
 def test_a_load_copies_slots_into_pages_and_nothing_else(worker: Worker, pages: Pages) -> None:
