@@ -94,6 +94,7 @@ class _Loaded(NamedTuple):
 class _Saved(NamedTuple):
     job_id: int
     written: tuple[bool, ...]
+    nbytes: int
     seconds: float  # from the job's turn on: by layers, the forward's time is in it
 
 
@@ -235,7 +236,7 @@ class StoreWorkerSide:
             load_seconds=sum(report.copying_s for report in loaded),
             load_bytes=sum(report.nbytes for report in loaded),
             save_seconds=sum(report.seconds for report in saved),
-            save_bytes=sum(sum(report.written) for report in saved) * self._page_nbytes(),
+            save_bytes=sum(report.nbytes for report in saved),
             filled_from=tuple(FilledFrom(r.request_id, r.filled_from) for r in loaded if r.filled_from is not None),
             load_times=tuple(LoadTime(report.request_id, report.seconds) for report in loaded),
             step=self._step,
@@ -403,7 +404,7 @@ class StoreWorkerSide:
                 job.request_id,
                 (*(move.block_id for move in job.moves), *job.lost_block_ids),
                 failed,
-                load.num_copied * (0 if (pages := self._pages_of(job)) is None else pages.page_nbytes),
+                load.num_copied * self._page_nbytes(job),
                 load.copying_s,
                 self._clock.now_s() - load.started_s,
                 None if cursors is None else cursors.back,
@@ -425,7 +426,8 @@ class StoreWorkerSide:
             logger.exception("save failed request_id=%s", job.request_id)
             written = [False] * len(job.moves)
         self._in_flight.remove(job)
-        self._reports.put(_Saved(job.job_id, tuple(written), self._clock.now_s() - started_s))
+        nbytes = sum(written) * self._page_nbytes(job)
+        self._reports.put(_Saved(job.job_id, tuple(written), nbytes, self._clock.now_s() - started_s))
 
     def _copy_out(self, save: _Save, written: list[bool]) -> None:
         job, pages = save.job, self._pages_of(save.job)
@@ -465,6 +467,9 @@ class StoreWorkerSide:
 
     def _pages_of(self, job: LoadJob | SaveJob) -> Pages | None:
         return self._pages[job.group] if self._pages else None
+
+    def _page_nbytes(self, job: LoadJob | SaveJob) -> int:
+        return self._pages[job.group].page_nbytes if self._pages else 0
 
 
 def _steps(pages: LayeredPages) -> Iterable[range]:

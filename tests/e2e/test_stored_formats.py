@@ -89,7 +89,7 @@ def test_ram_and_drives_hold_the_stored_bytes(bench: Bench, tmp_path: Path) -> N
             engine.llm.generate([prompt], GREEDY)
             with tool(sidecar) as look:
                 wait_until(lambda: look.stats().tiers[1].ready_blocks == 4, "written")
-                used[stored_format] = [tier.ready_bytes for tier in look.stats().tiers]
+                used[stored_format] = [tier.ready_bytes for tier in look.stats().tiers[:2]]
             engine.close()
     assert used["same"] == [4 * 65536] * 2
     assert used["fp8_e4m3"] == [4 * (32768 + 4096)] * 2, "half, and a page for the scales"
