@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_engine(name, *, layout, backend, extra, group=None, heads=hicache.HEADS, **options):
+    if name in ENGINES:
+        ENGINES.pop(name).close()
     if group is not None:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{group}", rank=options["rank"], world_size=options["num_ranks"]

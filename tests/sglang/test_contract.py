@@ -1,0 +1,116 @@
+"""The backend beside SGLang's own classes: what the fast tests take for SGLang is SGLang, and models with several pools."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sidecar_process import running_sidecar
+
+RECORDED = Path(__file__).parent.parent / "data" / "sglang_contract.json"
+
+
+@pytest.fixture(scope="module")
+def hicache():
+    """Imported here and not above: it takes half a minute on a busy machine."""
+    import hicache
+
+    return hicache
+
+
+def test_the_recorded_contract_is_that_of_the_package(hicache):
+    import record_contract
+
+    assert record_contract.contract() == json.loads(RECORDED.read_text())
+
+
+@pytest.fixture
+def engine(hicache, tmp_path):
+    """With a pool of attention, and two others under names of SGLang's."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(np.random.default_rng(1).bytes(1 << 12))
+    extra = {
+        "backend_name": "kvstore",
+        "module_path": "kvstore.engine_connector.sglang",
+        "class_name": "KVStoreHiCache",
+    }
+    with running_sidecar(tmp_path) as sidecar:
+        extra |= {"interface_v1": 1, "socket": str(sidecar.socket), "model_path": str(tmp_path / "model")}
+        engine = hicache.Engine(hicache.host_pool("page_first"), backend="dynamic", extra=extra)
+        engine.side_pools = {name: hicache.host_pool("page_first", layers=1) for name in ("draft", "swa")}
+        for name, pool in engine.side_pools.items():
+            engine.backend.register_mem_host_pool_v2(pool, name)  # as some models do when SGLang serves already
+        yield engine
+        engine.close()
+
+
+def transfer(engine, name, hashes, policy):
+    """Of pages that are filled with what their hash says."""
+    import hicache
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    pool = engine.side_pools.get(name, engine.pool)
+    indices = pool.alloc(len(hashes) * hicache.PAGE)
+    for i, page_hash in enumerate(hashes):
+        pool.set_from_flat_data_page(int(indices[i * hicache.PAGE]), hicache.page_of(pool, page_hash))
+    return PoolTransfer(PoolName(name), host_indices=indices, keys=list(hashes), hit_policy=PoolHitPolicy(policy))
+
+
+def test_a_prefix_is_as_long_as_every_pool_s(hicache, engine):
+    hashes = engine.hashes(list(range(10 * hicache.PAGE)))
+    engine.save(list(range(10 * hicache.PAGE)))
+    draft = transfer(engine, "draft", hashes[:7], "all_pages")
+
+    assert engine.backend.batch_set_v2([draft]) == {"draft": [True] * 7}
+
+    result = engine.backend.batch_exists_v2(hashes, [draft])
+    assert result.kv_hit_pages == 7
+    assert result.extra_pool_hit_pages == {"kv": 10, "draft": 7}
+
+
+def test_a_pool_that_has_some_pages_only_is_restored_where_it_has_them(hicache, engine):
+    hashes = engine.hashes(list(range(10 * hicache.PAGE)))
+    engine.save(list(range(10 * hicache.PAGE)))
+    for pages in (slice(2, 4), slice(6, 8)):
+        assert (
+            engine.backend.batch_set_v2([transfer(engine, "swa", hashes[pages], "trailing_pages")])["swa"] == [True] * 2
+        )
+
+    result = engine.backend.batch_exists_v2(hashes, [transfer(engine, "swa", hashes[:2], "trailing_pages")])
+
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (8, [8])
+    assert (
+        engine.backend.batch_exists_v2(hashes[:7], [transfer(engine, "swa", hashes[:2], "trailing_pages")]).kv_hit_pages
+        == 4
+    )
+    assert (
+        engine.backend.batch_exists_v2(hashes[:2], [transfer(engine, "swa", hashes[:2], "trailing_pages")]).kv_hit_pages
+        == 0
+    )
+
+
+def test_pages_of_another_pool_come_back(hicache, engine):
+    import torch
+
+    hashes = engine.hashes(list(range(5 * hicache.PAGE)))
+    engine.backend.batch_set_v2([transfer(engine, "draft", hashes, "all_pages")])
+    asked = transfer(engine, "draft", hashes, "all_pages")
+    pool = engine.side_pools["draft"]
+    pool.kv_buffer.view(torch.uint8).fill_(0xA5)
+
+    assert engine.backend.batch_get_v2([asked]) == {"draft": [True] * 5}
+
+    for i, page_hash in enumerate(hashes):
+        page = pool.get_data_page(int(asked.host_indices[i * hicache.PAGE])).contiguous()
+        assert torch.equal(page.view(torch.uint8), hicache.page_of(pool, page_hash).view(torch.uint8))
+    assert engine.backend.batch_get_v2([transfer(engine, "swa", hashes, "all_pages")]) == {"swa": [False] * 5}
+
+
+def test_sglang_gets_the_statistics_that_it_knows(hicache, engine):
+    engine.save(list(range(3 * hicache.PAGE)))
+
+    stats = engine.backend.get_stats()
+
+    assert (stats.prefetch_pgs, stats.backup_pgs) == ([], [3])
+    assert stats.backup_bandwidth[0] > 0
+    assert engine.backend.get_stats().backup_pgs == []
