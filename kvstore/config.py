@@ -152,6 +152,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     events_replay: Annotated[str, _doc("address at which missed events are asked for; empty: no")] = ""
     events_topic: Annotated[str, _doc("topic that events are published under")] = ""
+    record: Annotated[
+        str,
+        _doc("file to record requests in, hashes and no tokens, for kvstore replay and size; .gz: packed; empty: none"),
+    ] = ""
+    record_limit: Annotated[int, _doc("size at which the recording ends", "bytes", ge=1 << 16, le=1 << 40)] = 256 << 20
     metrics_port: Annotated[
         int, _doc("port of the dashboard (/), /metrics, /healthz and /readyz; 0: off", "port", ge=0, le=65535)
     ] = 0

@@ -39,6 +39,9 @@ COUNTERS = {
         f"failed_fetches_{problem}_total": f"Blocks that did not come from a peer: {problem}."
         for problem in LoanProblem
     },
+    "recorded_lines_total": "Lines of the recording (--record).",
+    "recorded_bytes_total": "Bytes of it, as they lie on disk.",
+    "dropped_records_total": "Requests and stores that the recording lacks: its queue or its disk was full.",
     "granted_leases_total": "Leases granted.",
     "expired_leases_total": "Leases that expired, by time or with their connection.",
     "refused_leases_total": "Leases refused: too many, or too much in limbo.",

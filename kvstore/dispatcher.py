@@ -43,6 +43,7 @@ from kvstore.peer_identity import proof as peer_proof
 from kvstore.plan_messages import check_copy, outcome_name, read_samples, read_wish, record_reply
 from kvstore.presence_messages import read_pool_report
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.recorder import Recorder
 from kvstore.request_traces import RequestTraces
 from kvstore.sessions import Peer, Session, Sessions
 from kvstore.stats_reply import stats_reply
@@ -107,6 +108,7 @@ class Dispatcher:
         mover: Mover | NoMover | None = None,
         cluster: Cluster | NoCluster | None = None,
         traces: RequestTraces | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._traces = traces
         self._store = store
@@ -118,6 +120,7 @@ class Dispatcher:
         self._on_leases_changed = on_leases_changed
         self._mover = mover or NoMover()
         self._cluster = cluster or NoCluster()
+        self._recorder = recorder
         self.advisor = Advisor()
         self.usage = Usage()
         self.curve = LiveCurve()
@@ -284,7 +287,7 @@ class Dispatcher:
             self.advisor,
             self._mover,
             self._cluster,
-            {**self.counters, **_span_counters(self._traces)},
+            {**self.counters, **_span_counters(self._traces), **(self._recorder.counters() if self._recorder else {})},
             now_s,
             boot_id=self._boot_id,
             uptime_s=now_s - self._started_s,
@@ -342,6 +345,11 @@ class Dispatcher:
         if is_new:
             num_tokens = wish.num_tokens if wish else 0
             self.curve.wanted(namespace, spec, request.keys, num_had=num_had, num_tokens=num_tokens, now_s=now_s)
+            if self._recorder is not None and keys:
+                num_tokens = max(num_tokens, len(keys) * spec.block_tokens)
+                self._recorder.wanted(
+                    namespace, session.tenant, spec, request.keys, num_tokens, match.num_blocks, now_s
+                )
 
     def _plan(  # noqa: PLR0917 - the rest of _match
         self,
@@ -504,7 +512,10 @@ class Dispatcher:
         if request.label:
             self._store.label(request.namespace, keys, request.label)
         self._on_leases_changed()
-        self.curve.stored(request.namespace, self._store.spec(request.namespace), request.keys)
+        spec = self._store.spec(request.namespace)
+        self.curve.stored(request.namespace, spec, request.keys)
+        if self._recorder is not None:
+            self._recorder.stored(request.namespace, session.tenant, spec, request.parent, request.keys, now_s)
         logger.debug(
             "reserved request=%s lease=%d offered=%d granted=%d declined=%s",
             request.request_id,

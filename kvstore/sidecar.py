@@ -3,6 +3,7 @@
     main thread    the brain loop (uvloop): store, sessions, local socket. Alone owns all state
     fault          takes memory for the arena, a segment at a time, and hands each over to the loop
     nvme           the drives' I/O and their indexes; recovery
+    record         writes down what is asked for (kvstore/recorder.py)
     events         sends what changed to routers that subscribed (kvstore/kv_publisher.py)
     gRPC, metrics  threads of their own that post to the loop
 
@@ -37,6 +38,7 @@ from kvstore.loop_calls import call_on_loop
 from kvstore.loop_lag import LagTimer
 from kvstore.mover import Mailbox, Mover, NoMover
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.recorder import Recorder
 from kvstore.request_traces import RequestTraces
 from kvstore.server import LocalServer
 from kvstore.sessions import Sessions
@@ -100,6 +102,7 @@ class Sidecar:
 
     async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         config = self._config
+        recorder = self._open_recorder(arena)
         drives = _Drives(config, arena, loop, self._open_file) if config.nvme else None
         tracer = await asyncio.to_thread(_open_tracer, config)
         traces = RequestTraces(tracer) if tracer else None
@@ -136,11 +139,13 @@ class Sidecar:
             mover=mover,
             cluster=cluster,
             traces=traces,
+            recorder=recorder,
         )
         expiry.pump = dispatcher.pump
         lag = LagTimer(loop, self._clock, store.meters.lag)
-        descriptors = (arena.fd, arena.generations_fd)
-        server = LocalServer(self._path, dispatcher=dispatcher, sessions=sessions, descriptors=descriptors)
+        server = LocalServer(
+            self._path, dispatcher=dispatcher, sessions=sessions, descriptors=(arena.fd, arena.generations_fd)
+        )
         await server.start()
         faulting = threading.Thread(target=self._fault, args=(arena, slots, loop), name="kvstore-fault", daemon=True)
         faulting.start()
@@ -164,6 +169,8 @@ class Sidecar:
             lag.stop()
             if events:
                 await events.close(_MIN_CLOSE_S)
+            if recorder and not await asyncio.to_thread(recorder.close, _MIN_CLOSE_S):
+                logger.warning("the recording is not whole: its disk does not take the rest")
             if isinstance(cluster, Cluster) and not await asyncio.to_thread(cluster.close, _MIN_CLOSE_S):
                 logger.warning("something still reads into the arena over a link; it stays mapped until the end")
             await mover.stop(max(_MIN_CLOSE_S, self._stop_by_s - loop.time()))
@@ -187,6 +194,20 @@ class Sidecar:
         events = KVEvents(self._config, loop)
         await asyncio.to_thread(events.open)
         return events
+
+    def _open_recorder(self, arena: Arena) -> Recorder | None:
+        config = self._config
+        if not config.record:
+            return None
+        header = {
+            "arena_bytes": arena.nbytes,
+            "segment_bytes": arena.segment_bytes,
+            "eviction": config.eviction,
+            "tenant_quota": config.tenant_quota,
+        }
+        recorder = Recorder(Path(config.record), config.record_limit, header)
+        recorder.open()
+        return recorder
 
     async def _start_others(
         self,

@@ -149,6 +149,12 @@ MAX_TENANT_LABELS = 50
 MAX_TENANT_CANDIDATES = 256
 """Others whose tokens are counted for that. Beyond it the least is forgotten."""
 
+MAX_QUEUED_RECORD_BYTES = 8 << 20
+"""Keys of requests that are to be recorded (--record) and are not yet. More: they are dropped, and counted."""
+
+MAX_REMEMBERED_IDS = 1 << 16
+"""Keys whose number in a recording is remembered, some 10 MB. More: all are forgotten, and made again when they come."""
+
 LAG_INTERVAL_S = 0.25
 """How often the loop's lag is looked at."""
 

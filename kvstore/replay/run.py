@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvstore.replay.costs import ReplayCosts
-from kvstore.replay.trace import ReplayRequest, Trace
+from kvstore.replay.trace import ReplayRequest, ReplayStore, Trace
 
-_PROGRESS_REQUESTS = 256
+_PROGRESS_STEPS = 256
 
 
 class Found(NamedTuple):
@@ -26,15 +26,18 @@ class Replayed(Protocol):
     def num_evicted(self) -> int: ...  # noqa: D102 - of RAM
     @property
     def num_written(self) -> int: ...  # noqa: D102 - to NVMe
-    def replay(self, request: ReplayRequest) -> Found: ...  # noqa: D102 - look, then use all of it
+    def replay(self, request: ReplayRequest) -> Found: ...  # noqa: D102 - look, use what is there, store what is to be stored
+    def store_behind(self, step: ReplayStore) -> None: ...  # noqa: D102 - an engine stores these
 
 
 @dataclass(kw_only=True)
 class Result:
-    """Counts of one run. A hit is a leading block that was there before the request changed anything."""
+    """Counts of one run. A hit is a leading block that was there before the request changed anything. Capacities are blocks, or
+    bytes where the blocks' sizes are known."""
 
     policy: str
     capacity: int
+    in_bytes: bool = False
     nvme_capacity: int = 0
     requests: int = 0
     blocks: int = 0
@@ -80,11 +83,17 @@ def replay(
     costs: ReplayCosts,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> Result:
-    """Every request of the trace in its order. `on_progress` is told of so many more requests."""
-    for number, request in enumerate(trace.requests, start=1):
+    """Every step of the trace in its order. `on_progress` is told of so many more."""
+    for number, request in enumerate(trace.steps, start=1):
+        if number % _PROGRESS_STEPS == 0:
+            on_progress(_PROGRESS_STEPS)
+        if isinstance(request, ReplayStore):
+            cache.store_behind(request)
+            continue
         found = cache.replay(request)
-        ram_tokens = min(found.ram * trace.block_tokens, request.num_tokens)
-        hit_tokens = min((found.ram + found.nvme) * trace.block_tokens, request.num_tokens)
+        block_tokens = request.space.block_tokens
+        ram_tokens = min(found.ram * block_tokens, request.num_tokens)
+        hit_tokens = min((found.ram + found.nvme) * block_tokens, request.num_tokens)
         result.requests += 1
         result.blocks += len(request.blocks)
         result.tokens += request.num_tokens
@@ -94,7 +103,5 @@ def replay(
         result.saved_gpu_s += costs.saved_s(request.num_tokens, hit_tokens)
         result.all_gpu_s += costs.prefill.work_s(request.num_tokens)
         result.ttfts_s.append(costs.ttft_s(request.num_tokens, ram_tokens, hit_tokens - ram_tokens))
-        if number % _PROGRESS_REQUESTS == 0:
-            on_progress(_PROGRESS_REQUESTS)
     result.evicted, result.nvme_written = cache.num_evicted, cache.num_written
     return result

@@ -4,11 +4,11 @@ from kvstore.core.blocks import Holder
 from kvstore.core.limits import MAX_KEYS_PER_CALL
 from kvstore.core.moves import MoveDone, Urgency
 from kvstore.core.plans import TIERS
+from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.eviction import MakePolicy
 from kvstore.replay.cache import block_key, replay_spec
 from kvstore.replay.run import Found
-from kvstore.replay.trace import BLOCK_TOKENS, ReplayRequest
-from kvstore.replay.unit_slots import UnitDrive, UnitSlots
+from kvstore.replay.trace import ReplayRequest, ReplayStore, Space
 from kvstore.spill import SpillPolicy
 from kvstore.store import Store
 
@@ -22,19 +22,14 @@ class TwoTiers:
 
     def __init__(
         self,
-        ram_blocks: int,
-        nvme_blocks: int,
+        pinned: SlotSpace,
+        nvme: DriveSlots,
         make_policy: MakePolicy,
         spill: SpillPolicy,
-        *,
-        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        self.store = Store(
-            pinned=UnitSlots(ram_blocks), nvme=UnitDrive(nvme_blocks), spill=spill, make_policy=make_policy
-        )
+        self.store = Store(pinned=pinned, nvme=nvme, spill=spill, make_policy=make_policy)
         self.store.start_spilling({}, 0.0)
-        self._spec = replay_spec(block_tokens)
-        self._namespaces: dict[str, bytes] = {}
+        self._namespaces: dict[Space, bytes] = {}
         self.num_written = 0
 
     @property
@@ -45,10 +40,7 @@ class TwoTiers:
     def replay(self, request: ReplayRequest) -> Found:
         """See run.Replayed."""
         store, now_s = self.store, request.at_s
-        namespace = self._namespaces.get(request.tenant)
-        if namespace is None:
-            namespace = store.open_namespace(self._spec, request.tenant).namespace
-            self._namespaces[request.tenant] = namespace
+        namespace = self._namespace(request.space)
         keys = [block_key(block) for block in request.blocks[:MAX_KEYS_PER_CALL]]
         match = store.match(namespace, keys, now_s)
         if match.num_blocks:
@@ -56,14 +48,30 @@ class TwoTiers:
             self._settle(now_s)
             if lease_id:
                 store.release(_HOLDER, lease_id, now_s)
-        if missing := keys[match.num_blocks :]:
-            parent = keys[match.num_blocks - 1] if match.num_blocks else b""
-            lease_id = store.reserve(_HOLDER, "", namespace, parent, missing, _LEASE_S, now_s).lease_id
-            if lease_id:
-                store.commit(_HOLDER, lease_id, None, now_s)
-        store.tick(now_s)
-        self._settle(now_s)
+        parent = keys[match.num_blocks - 1] if match.num_blocks else b""
+        self._store(namespace, parent, keys[match.num_blocks : request.num_stored], now_s)
         return Found(match.tiers.count(_RAM), match.tiers.count(_NVME))
+
+    def store_behind(self, step: ReplayStore) -> None:
+        """See run.Replayed."""
+        parent = block_key(step.behind) if step.behind >= 0 else b""
+        keys = [block_key(block) for block in step.blocks[:MAX_KEYS_PER_CALL]]
+        self._store(self._namespace(step.space), parent, keys, step.at_s)
+
+    def _store(self, namespace: bytes, parent: bytes, keys: list[bytes], now_s: float) -> None:
+        if keys:
+            lease_id = self.store.reserve(_HOLDER, "", namespace, parent, keys, _LEASE_S, now_s).lease_id
+            if lease_id:
+                self.store.commit(_HOLDER, lease_id, None, now_s)
+        self.store.tick(now_s)
+        self._settle(now_s)
+
+    def _namespace(self, space: Space) -> bytes:
+        namespace = self._namespaces.get(space)
+        if namespace is None:
+            namespace = self.store.open_namespace(replay_spec(space), space.tenant).namespace
+            self._namespaces[space] = namespace
+        return namespace
 
     def _settle(self, now_s: float) -> None:
         """What is ordered ends well at once."""

@@ -121,7 +121,11 @@ def test_size_says_where_the_curve_stops_rising_and_what_pays() -> None:
         (("replay", str(TRACE), "--sweep", "10,many"), "sweep"),
         (("replay", str(TRACE), "--capacity", "10", "--plot", "x.png"), "plot"),
         (("replay", "absent.jsonl", "--capacity", "10"), "trace"),
+        (("replay", str(TRACE), "--capacity", "4GiB"), "capacity"),
+        (("replay", str(TRACE), "--capacity", "10", "--nvme", "many"), "nvme"),
         (("size", str(TRACE), "--capacity", "0"), "capacity"),
+        (("size", str(TRACE), "--live"), "trace"),
+        (("size",), "trace"),
     ],
 )
 def test_a_wrong_option_is_named(args: tuple[str, ...], field: str) -> None:

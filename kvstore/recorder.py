@@ -1,0 +1,243 @@
+"""Writes down the traffic of a sidecar, for `kvstore replay` and `kvstore size`: which blocks were asked for and stored.
+
+    brain loop --- wanted, stored: keys as they came ---> bounded queue ---> thread: ids, JSON, gzip, file
+
+One JSON object a line, as in Mooncake's traces with a few fields more; times in ms since the start of the recording:
+
+    {"kvstore_recording": 1, "arena_bytes": ..., "segment_bytes": ..., "eviction": "adaptive", "tenant_quota": 1.0}
+    {"namespace": 0, "tenant": "t0", "block_tokens": 16, "block_bytes": 2097152}
+    {"timestamp": 27482, "input_length": 6955, "output_length": 0, "hash_ids": [46, ...], "namespace": 0, "found": 12}
+    {"timestamp": 27511, "stored_ids": [471, 472], "behind": 470, "namespace": 0}
+
+The first line says who recorded; each namespace is named before it is used. A request is one that `usage` counts, as it
+first asked: its tokens, its whole blocks, and how many of the leading ones the sidecar found. What an engine stores follows when
+it does, generated blocks too; with `behind` null it is the start of a sequence. Who replays with less room has found blocks
+stored again where they are missing: the engine would have computed them.
+
+Nothing of a prompt is in it. A key is a hash of tokens already; an id is 53 bits of a keyed hash of it, with a key that is made
+anew for each recording and never written, so that nobody can try out prompts on a recording, or join two. Tenants are numbered.
+
+Not in it: Drop, Pin, times to live, blocks of other nodes (they count as found). A replay with LRU gives the hits of the
+sidecar to the token; with a policy that counts uses, to a percent: which uses are one depends on milliseconds.
+
+A recording that has reached its limit ends there (with the next 64 KiB): its start is cold, as the sidecar was. A file that is
+there is kept as FILE.before, in place of an older one. When the queue is full, or the disk, records are dropped and counted.
+"""
+
+import contextlib
+import errno
+import gzip
+import hashlib
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from kvstore.core.errors import ConfigError
+from kvstore.core.keys import KVSpec, unpack_keys
+from kvstore.core.limits import MAX_QUEUED_RECORD_BYTES, MAX_REMEMBERED_IDS
+
+logger = logging.getLogger(__name__)
+
+HEADER, FORMAT = "kvstore_recording", 1
+
+_FLUSH_S = 1.0
+_WRITE_BYTES = 1 << 16  # of lines put together
+_SALT_NBYTES = 32
+_ID_NBYTES, _ID_SHIFT = 8, 11  # 53 bits: whole numbers in any JSON reader
+_RECORD_NBYTES = 256  # beside its keys
+_COMPRESSION = 3
+
+
+class _Record(NamedTuple):
+    at_s: float
+    namespace: bytes
+    tenant: str
+    spec: KVSpec
+    keys: bytes
+    fields: dict[str, Any]
+    parent: bytes | None  # of a store; None: a request
+
+
+class Recorder:
+    """`wanted` and `stored` are the loop's, and never wait; `open` and `close` may be called from any thread, once each."""
+
+    def __init__(self, path: Path, limit_bytes: int, header: Mapping[str, Any]) -> None:
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._header = {HEADER: FORMAT, **header}
+        self._queue: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
+        self._put_bytes = 0  # the loop's alone
+        self._taken_bytes = 0  # the thread's alone
+        self._started_s: float | None = None
+        self._running = False
+        self._num_dropped = 0  # by the loop
+        self._num_lost = 0  # by the thread
+        self._num_lines = 0
+        self._num_bytes = 0
+        self._ids = _Ids()
+        self._spaces: dict[bytes, int] = {}
+        self._tenants: dict[str, int] = {}
+        self._out: gzip.GzipFile | BinaryIO
+        self._file: BinaryIO
+        self._thread = threading.Thread(target=self._run, name="kvstore-record", daemon=True)
+
+    def open(self) -> None:
+        """Begin the file. Raises ConfigError."""
+        try:
+            if self._path.exists():
+                if not self._path.is_file():
+                    raise FileExistsError(errno.EEXIST, "it is there, and no file", str(self._path))
+                self._path.replace(self._path.with_name(self._path.name + ".before"))
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            raise ConfigError(
+                f"record: cannot write {self._path}: {err}; use a file in a directory that is there",
+                field="record",
+                value=str(self._path),
+            ) from err
+        self._file = os.fdopen(descriptor, "wb")
+        if self._path.suffix == ".gz":
+            self._out = gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=_COMPRESSION)
+        else:
+            self._out = self._file
+        self._running = True
+        self._thread.start()
+
+    def wanted(  # noqa: PLR0917 - a request
+        self, namespace: bytes, tenant: str, spec: KVSpec, keys: bytes, num_tokens: int, num_found: int, now_s: float
+    ) -> None:
+        """A request asked for these blocks, packed keys, of which so many leading ones were found."""
+        fields = {"input_length": num_tokens, "output_length": 0, "found": num_found}
+        self._put(_Record(now_s, namespace, tenant, spec, keys, fields, None))
+
+    def stored(self, namespace: bytes, tenant: str, spec: KVSpec, parent: bytes, keys: bytes, now_s: float) -> None:  # noqa: PLR0917
+        """An engine stores these behind the block `parent`; b"": they are the first."""
+        self._put(_Record(now_s, namespace, tenant, spec, keys, {}, parent))
+
+    def counters(self) -> dict[str, int]:
+        """As in kvstore/counters.py."""
+        return {
+            "recorded_lines_total": self._num_lines,
+            "recorded_bytes_total": self._num_bytes,
+            "dropped_records_total": self._num_dropped + self._num_lost,
+        }
+
+    def close(self, deadline_s: float) -> bool:
+        """Write what is queued, end the file; whether that was done by then."""
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _put(self, record: _Record) -> None:
+        if not self._running:
+            return
+        nbytes = len(record.keys) + _RECORD_NBYTES
+        if self._put_bytes - self._taken_bytes + nbytes > MAX_QUEUED_RECORD_BYTES:
+            self._num_dropped += 1
+            return
+        self._put_bytes += nbytes
+        self._queue.put(record)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+            self._out.close()
+            self._file.close()
+        except OSError as err:
+            logger.warning("recording ended path=%s reason=%s", self._path, err)
+            with contextlib.suppress(OSError):  # what is still in buffers: the same disk, the same reason
+                self._out.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
+        finally:
+            self._running = False
+            while not self._queue.empty():
+                self._num_lost += self._queue.get() is not None
+
+    def _follow(self) -> None:
+        """Until `close`, or the limit."""
+        lines = [_line(self._header)]
+        flush_s = time.monotonic() + _FLUSH_S
+        is_open = True
+        while is_open:
+            try:
+                record = self._queue.get(timeout=max(0.0, flush_s - time.monotonic()))
+            except queue.Empty:
+                pass
+            else:
+                is_open = record is not None
+                if record is not None:
+                    self._taken_bytes += len(record.keys) + _RECORD_NBYTES
+                    lines += self._lines(record)
+            if is_open and time.monotonic() < flush_s and sum(map(len, lines)) < _WRITE_BYTES:
+                time.sleep(0)  # the loop may have the interpreter
+                continue
+            self._flush(lines)
+            lines, flush_s = [], time.monotonic() + _FLUSH_S
+            if self._num_bytes >= self._limit_bytes:
+                logger.info("recording is full path=%s bytes=%d", self._path, self._num_bytes)
+                return
+
+    def _flush(self, lines: list[bytes]) -> None:
+        if lines:
+            self._out.write(b"".join(lines))
+            self._out.flush()
+            self._file.flush()
+            self._num_lines += len(lines)
+            self._num_bytes = self._file.tell()
+
+    def _lines(self, record: _Record) -> list[bytes]:
+        """That of a record, behind that of its namespace when it is the first one of it."""
+        lines = []
+        number = self._spaces.get(record.namespace)
+        if number is None:
+            number = self._spaces[record.namespace] = len(self._spaces)
+            tenant = self._tenants.setdefault(record.tenant, len(self._tenants))
+            tokens, nbytes = record.spec.block_tokens, record.spec.block_nbytes
+            space = {"namespace": number, "tenant": f"t{tenant}", "block_tokens": tokens, "block_bytes": nbytes}
+            lines.append(_line(space))
+        if self._started_s is None:
+            self._started_s = record.at_s
+        ids = self._ids.of(record.namespace, unpack_keys(record.keys, record.spec.hash.digest_nbytes))
+        fields: dict[str, Any] = {"timestamp": round(1000 * (record.at_s - self._started_s), 3), **record.fields}
+        if record.parent is None:
+            fields["hash_ids"] = ids
+        else:
+            fields["stored_ids"] = ids
+            fields["behind"] = self._ids.of(record.namespace, [record.parent])[0] if record.parent else None
+        return [*lines, _line({**fields, "namespace": number})]
+
+
+class _Ids:
+    """Numbers that stand for keys in one recording."""
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_bytes(_SALT_NBYTES)
+        self._known: dict[
+            bytes, int
+        ] = {}  # a keyed hash costs twenty times a look-up, and prefixes come again and again
+
+    def of(self, namespace: bytes, keys: list[bytes]) -> list[int]:
+        """One for each."""
+        if len(self._known) > MAX_REMEMBERED_IDS:
+            self._known.clear()
+        named = [namespace + key for key in keys]
+        return [self._known.get(each) or self._add(each) for each in named]
+
+    def _add(self, named: bytes) -> int:
+        digest = hashlib.blake2b(named, digest_size=_ID_NBYTES, key=self._salt).digest()
+        number = self._known[named] = int.from_bytes(digest, "little") >> _ID_SHIFT
+        return number
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,109 @@
+"""What a sidecar recorded (kvstore/recorder.py has the format), as requests to replay."""
+
+from pathlib import Path
+from typing import Any
+
+from kvstore.core.errors import ConfigError
+from kvstore.recorder import FORMAT, HEADER
+from kvstore.replay.trace import (
+    Recorded,
+    ReplayRequest,
+    ReplayStore,
+    Space,
+    Trace,
+    check_number,
+    check_whole,
+    json_lines,
+    read_trace,
+    wrong,
+)
+
+_WHOLE = "a whole number, 0 or more"
+
+
+def read_requests(path: Path, *, block_tokens: int, limit: int = 0, full_blocks: bool = False) -> Trace:
+    """A recording if its first line says that it is one, else a trace; of a recording `limit` alone matters. Raises
+    ConfigError."""
+    _, first = next(json_lines(path, may_end_anywhere=True), ("", {}))
+    if HEADER in first:
+        return read_recording(path, limit=limit)
+    return read_trace(path, block_tokens=block_tokens, limit=limit, full_blocks=full_blocks)
+
+
+def read_recording(path: Path, *, limit: int = 0) -> Trace:
+    """Its first `limit` requests, 0: all, and what was stored until then. One that was cut off ends with its last whole line."""
+    reader = _Reader()
+    for where, entry in json_lines(path, may_end_anywhere=True):
+        reader.read(where, entry)
+        if reader.num_requests == limit > 0:
+            break
+    if not reader.num_requests:
+        raise ConfigError(f"trace {path}: no requests were recorded", field="trace", value=str(path))
+    return Trace(reader.steps, len(reader.numbers), reader.recorded)
+
+
+class _Reader:
+    """Lines one after the other."""
+
+    def __init__(self) -> None:
+        self.recorded: Recorded | None = None
+        self.steps: list[ReplayRequest | ReplayStore] = []
+        self.numbers: dict[tuple[int, int], int] = {}  # by space and id
+        self.num_requests = 0
+        self._spaces: list[Space] = []
+
+    def read(self, where: str, entry: dict[str, Any]) -> None:
+        """One line."""
+        if HEADER in entry:
+            self.recorded = _header(where, entry)
+        elif "block_tokens" in entry:
+            self._spaces.append(_space(where, entry, len(self._spaces)))
+        else:
+            self._step(where, entry)
+
+    def _step(self, where: str, entry: dict[str, Any]) -> None:
+        at_s = check_number(where, entry, "timestamp", 0, "milliseconds, 0 or more") / 1000
+        number = check_whole(where, entry, "namespace", 0, _WHOLE)
+        if number >= len(self._spaces):
+            raise wrong(where, "namespace", number, f"one of the {len(self._spaces)} that were named before")
+        space = self._spaces[number]
+        if "stored_ids" in entry:
+            behind = -1 if entry.get("behind") is None else check_whole(where, entry, "behind", 0, _WHOLE)
+            blocks = self._blocks(where, entry, "stored_ids", space)
+            self.steps.append(ReplayStore(at_s, blocks, space, -1 if behind < 0 else self._number(space, behind)))
+            return
+        num_tokens = check_whole(where, entry, "input_length", 1, "a whole number of tokens, 1 or more")
+        blocks = self._blocks(where, entry, "hash_ids", space)
+        if len(blocks) * space.block_tokens > num_tokens:
+            most = f"at most {num_tokens // space.block_tokens}, one for each {space.block_tokens} tokens"
+            raise wrong(where, "hash_ids", f"{len(blocks)} ids for {num_tokens} tokens", most)
+        found = check_whole(where, entry, "found", 0, _WHOLE)
+        self.steps.append(ReplayRequest(at_s, num_tokens, blocks, space, min(found, len(blocks))))
+        self.num_requests += 1
+
+    def _blocks(self, where: str, entry: dict[str, Any], field: str, space: Space) -> list[int]:
+        ids = entry.get(field, "absent")
+        if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+            raise wrong(where, field, ids, "a list of whole numbers")
+        return [self._number(space, one) for one in ids]
+
+    def _number(self, space: Space, one: int) -> int:
+        """An id names a block with all before it."""
+        return self.numbers.setdefault((space.number, one), len(self.numbers))
+
+
+def _header(where: str, entry: dict[str, Any]) -> Recorded:
+    if entry[HEADER] != FORMAT:
+        raise wrong(where, HEADER, entry[HEADER], f"{FORMAT}, the format that this version reads")
+    quota = check_number(where, entry, "tenant_quota", 0, "a part, above 0 and at most 1")
+    arena, segment = (
+        check_whole(where, entry, f"{name}_bytes", 1, "bytes, 1 or more") for name in ("arena", "segment")
+    )
+    return Recorded(arena, segment, str(entry.get("eviction")), quota)
+
+
+def _space(where: str, entry: dict[str, Any], number: int) -> Space:
+    if check_whole(where, entry, "namespace", 0, _WHOLE) != number:
+        raise wrong(where, "namespace", entry["namespace"], f"{number}: they are numbered in their order")
+    tokens, nbytes = (check_whole(where, entry, name, 1, _WHOLE) for name in ("block_tokens", "block_bytes"))
+    return Space(number, str(entry.get("tenant", "")), tokens, nbytes)
