@@ -105,6 +105,33 @@ def house() -> Iterator[House]:
     loop.close()
 
 
+def test_further_groups_of_a_request_are_neither_planned_nor_counted(house: House) -> None:
+    some = {"namespace": house.small.namespace, "keys": house.keys, "further_group": True}
+
+    run = house.call(Verb.MATCH, pb.MatchRequest(**some))
+    each = house.call(Verb.MATCH, pb.MatchRequest(**some, each=True))
+    lease = house.call(Verb.ACQUIRE, pb.AcquireRequest(request_id="a", **some))
+    house.call(Verb.RELEASE, pb.ReleaseRequest(lease_id=lease.lease_id, outcome=pb.LOADED, num_loaded=40))
+
+    assert (run.num_blocks, each.num_blocks, lease.num_blocks) == (40, 40, 40)
+    assert each.tiers == bytes([1]) * 40
+    assert house.dispatcher.usage.total.num_requests == house.dispatcher.usage.num_open == 0
+    assert house.explain() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"each": True}, "each"),
+        ({"further_group": True, "wish": pb.PlanWish(request_id="r", num_tokens=16 * 41)}, "wish"),
+    ],
+)
+def test_what_only_one_group_of_a_request_may_ask_is_refused(house: House, fields: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        house.call(Verb.MATCH, pb.MatchRequest(namespace=house.small.namespace, keys=house.keys, **fields))
+    assert caught.value.fields["field"] == wrong
+
+
 def test_a_match_without_a_wish_plans_nothing(house: House) -> None:
     reply = house.call(Verb.MATCH, pb.MatchRequest(namespace=house.small.namespace, keys=house.keys))
     assert (reply.num_blocks, reply.HasField("plan")) == (40, False)

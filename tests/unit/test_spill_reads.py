@@ -9,6 +9,7 @@ from kvstore.core.blocks import Holder, KeyStatus
 from kvstore.core.errors import LeaseExpired, LeaseRefused, ProtocolError, UnknownLease
 from kvstore.core.events import BlockRemoved, RemovalReason
 from kvstore.core.moves import BAD_SLOT, FAILURES, MoveProblem, Urgency
+from kvstore.core.plans import NOWHERE
 
 ANNA, BERT, CLEO = Holder(b"anna" * 4, 1), Holder(b"bert" * 4, 2), Holder(b"cleo" * 4, 3)
 BAD = sorted(BAD_SLOT)
@@ -34,6 +35,21 @@ def test_a_prefix_that_lies_on_drives_is_found_there_and_ordered_by_who_acquires
     assert [drive_of(move) for move in moves] == [1, 0, 1]
     assert small.orders() == []
     assert small.tier().writing_bytes == 3 * PAGE
+
+
+def test_each_key_is_looked_up_by_itself_on_both_tiers():
+    """Also what is arriving or being written, which is in the way of a prefix."""
+    small = SmallSpill(restored="acd")
+    small.put(ANNA, "gh")
+    small.reserve(ANNA, "w")
+    small.acquire(BERT, "c")  # arrives
+
+    match = small.store.match_each(small.namespace, small.keys("xacwgdh"))
+
+    assert match.tiers == bytes([NOWHERE, 1, 1, NOWHERE, 0, 1, 0])
+    assert match.num_blocks == 0
+    assert small.store.match_each(small.namespace, []).tiers == b""
+    assert SmallSpill().store.match_each(small.namespace, small.keys("xy")).tiers == bytes([NOWHERE] * 2)
 
 
 def test_the_order_has_the_record_that_was_written():
