@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from cluster_nodes import ClusterNode, cluster_in
 from engines import Bench
 from otlp_collector import Collector, Received, running_collector, traceparent
 from sidecar_process import SidecarProcess, connected, running_sidecar, tool, wait_until
+
+from kvstore.core.errors import ConfigError
+from kvstore.tracing import open_tracer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -203,3 +207,73 @@ def test_opentelemetry_is_imported_when_tracing_is_on_and_only_then(
 def use(sidecar: SidecarProcess) -> None:
     with connected(sidecar) as client:
         client.match(client.namespaces[0].namespace, [b"k" * 16], traceparent=traceparent(1)[0])
+
+
+def test_the_environment_names_service_and_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OpenTelemetry's own programs take it; attributes of ours stay beside those of the user."""
+    with running_collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "cache-eu")
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
+        tracer = open_tracer("kvstore", **{"service.instance.id": "n1"})
+        text, unsampled, _ = traceparent(1, sampled=False)
+        began_s = time.monotonic()
+        span = tracer.start("ten seconds ago", text, at_s=began_s - 10)
+        span.end({"a": 1}, at_s=began_s)
+        tracer.close(5.0)
+
+        (received,) = collector.spans
+        assert received.trace_id == unsampled
+        assert received.process == ("cache-eu", "n1")
+        assert received.resource["deployment.environment.name"] == "test"
+        assert received.end_ns - received.start_ns == pytest.approx(10e9, abs=1e6)
+        assert abs(time.time_ns() - received.end_ns) < 5e9
+        assert tracer.counts() == {"exported": 1, "dropped": 0, "failed": 0}
+
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+        off = open_tracer("kvstore")
+        assert off.start("nothing", "").traceparent == ""
+        off.close(5.0)
+        assert len(collector.spans) == 1
+
+
+def test_a_full_queue_costs_spans_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a collector that takes requests and never answers; the end comes within its deadline."""
+    with running_collector(hangs=True) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
+        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+        tracer = open_tracer("kvstore")
+        tracer.start("first", "").end({})
+        wait_until(lambda: collector.num_requests == 1, "it is being sent")
+        began_s = time.monotonic()
+        for _ in range(100):
+            tracer.start("more", "").end({})
+        assert time.monotonic() - began_s < 1.0
+        assert tracer.counts() == {"exported": 0, "dropped": 96, "failed": 0}
+
+        began_s = time.monotonic()
+        tracer.close(0.2)
+        tracer.close(0.2)
+        assert time.monotonic() - began_s < 5.0
+        tracer.start("late", "").end({})
+        assert tracer.counts()["dropped"] == 97
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "0"),
+    ],
+)
+def test_what_the_environment_asks_for_and_cannot_be_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        open_tracer("kvstore")

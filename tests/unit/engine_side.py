@@ -34,6 +34,7 @@ class Request:
     extra: int = 1
     family: int = 0
     num_generated: int = 0
+    traceparent: str = ""
     cache: CacheOptions = field(default_factory=CacheOptions)
     block_hashes: list[bytes] = field(init=False)
 

@@ -88,6 +88,7 @@ class InProcessClient:
     match_names: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)  # of its Reserves
     acquired: list[tuple[bool, int]] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)  # of Match and Acquire
     released: list[tuple[int, int, float]] = field(default_factory=list)
     reports: list[tuple[tuple, int, float]] = field(default_factory=list)
     pool_reports: list[PoolReport] = field(default_factory=list)
@@ -120,6 +121,7 @@ class InProcessClient:
         match = self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
         self.match_wishes.append(wish)
         self.match_names.append(named["request_id"])
+        self.traceparents.append(named["traceparent"])
         return match if wish is None or self.plan is None else match._replace(plan=self.plan, plan_id=1)
 
     def acquire(
@@ -135,6 +137,7 @@ class InProcessClient:
         further_group: bool = False,
     ) -> Acquired:
         self.acquired.append((from_back, plan_id))
+        self.traceparents.append(traceparent)
 
         def run(store: Store, now_s: float) -> Acquired:
             grant = store.acquire(self._held_by(), request_id, namespace, keys, first_needed, 0.0, now_s)

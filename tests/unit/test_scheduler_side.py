@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from engine_side import BLOCK, SLOTS_PER_SEGMENT, SPEC, Request, Side, Wish, pages
 from in_process_sidecar import InProcessSidecar
+from recording_tracer import ABOVE, RecordingTracer
 
 from kvstore.client import Prefetched
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, SAVE_DEADLINE_S
@@ -715,3 +716,34 @@ def test_close_ends_the_connection_and_may_be_repeated(a: Side) -> None:
 
     assert a.client.closed
     assert a.match(Request("r", 2)) == 0
+
+
+@pytest.mark.parametrize(("end", "outcome"), [("loaded", "loaded"), ("failed", "failed"), ("aborted", "cancelled")])
+def test_a_traced_load_is_a_span_from_acquire_to_its_end(a: Side, b: Side, end: str, outcome: str) -> None:
+    b.store(Request("stored", 4))
+    a.side._tracer = tracer = RecordingTracer()
+    request = Request("r", 5, traceparent=ABOVE)
+    assert a.match(request) == 4
+    if end == "aborted":
+        a.side.update_state_after_alloc(request, pages(request), 4 * BLOCK)
+        a.side.request_finished(request)
+    else:
+        a.report_loaded(a.load(request, 4), failed=2 * (end == "failed"))
+
+    (span,) = tracer.spans
+    assert a.client.traceparents == [ABOVE, span.traceparent]
+    assert (span.name, span.above, span.ended) == ("kvstore.load", ABOVE, True)
+    assert span.attributes["kvstore.outcome"] == outcome
+    assert span.attributes["kvstore.blocks_loaded"] == {"loaded": 4, "failed": 2, "cancelled": 0}[outcome]
+
+
+def test_without_a_tracer_or_a_context_nothing_is_sent(a: Side, b: Side) -> None:
+    b.store(Request("stored", 4))
+    a.match(Request("off", 5, traceparent=ABOVE))
+    a.side._tracer = tracer = RecordingTracer()
+    request = Request("r", 5)
+    a.match(request)
+    a.report_loaded(a.load(request, 4))
+
+    assert a.client.traceparents == ["", "", ""]
+    assert tracer.spans == []

@@ -97,9 +97,12 @@ def test_processes_of_one_engine_have_one_instance_and_engines_have_their_own():
 def test_settings_come_from_the_extra_config():
     assert ConnectorSettings.from_extra_config({}) == ConnectorSettings(None, "")
     assert ConnectorSettings.from_extra_config({"socket": "/s", "tenant": "t"}) == ConnectorSettings("/s", "t")
+    assert ConnectorSettings.from_extra_config({"trace": True}).trace
 
 
-@pytest.mark.parametrize(("extra", "field"), [({"sokcet": "/s"}, "sokcet"), ({"socket": 7}, "socket")])
+@pytest.mark.parametrize(
+    ("extra", "field"), [({"sokcet": "/s"}, "sokcet"), ({"socket": 7}, "socket"), ({"trace": "yes"}, "trace")]
+)
 def test_a_setting_that_is_not_right_is_refused_by_name(extra, field):
     with pytest.raises(ConfigError) as caught:
         ConnectorSettings.from_extra_config(extra)

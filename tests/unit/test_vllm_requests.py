@@ -4,9 +4,10 @@ import pickle
 from dataclasses import dataclass, field
 
 import pytest
+from recording_tracer import ABOVE
 
 from kvstore.engine_connector.protocol import ConnectorMetadata, LoadTime, ScheduledRequest, WorkerOutput
-from kvstore.engine_connector.vllm_requests import VllmRequests
+from kvstore.engine_connector.vllm_requests import TrackedRequest, VllmRequests
 
 
 @dataclass
@@ -21,6 +22,7 @@ class FakeRequest:
     lora_request: object = None
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
+    trace_headers: dict[str, str] | None = None
 
 
 @dataclass
@@ -248,3 +250,16 @@ def test_what_travels_between_the_processes_can_be_pickled():
     output = WorkerOutput(finished_loading=frozenset({"r"}), finished_saving=((1, (True, False)),))
 
     assert pickle.loads(pickle.dumps((meta, output))) == (meta, output)
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        (None, ""),
+        ({}, ""),
+        ({"traceparent": "nonsense"}, ""),
+        ({"traceparent": ABOVE, "tracestate": "a=b"}, ABOVE),
+    ],
+)
+def test_the_trace_context_is_that_of_the_engines_http_request(headers, expected):
+    assert TrackedRequest(FakeRequest(trace_headers=headers)).traceparent == expected
