@@ -125,7 +125,7 @@ async def _serve(options: dict[str, Any], model: Path) -> None:
         from kvstore.tracing import open_tracer
 
         tracer = open_tracer("kvstore-engine")
-    server = ApiServer(config, functools.partial(_open_llm, options, model, tracer))
+    server = ApiServer(config, functools.partial(_open_llm, options, model, tracer), tracer)
     _stop_on_signals(server)
     try:
         await server.run(lambda port: _say_ready(config.host, port, config.model_name))

@@ -150,6 +150,9 @@ def test_what_was_sent_is_counted(traced: Traced) -> None:
         return traced.node.counter("trace_spans_exported_total") == here > 0
 
     wait_until(settled, "as many as came")
+    figures = traced.engine.figures()
+    assert figures["kvstore_engine_trace_spans_total exported"] > 0
+    assert figures["kvstore_engine_trace_spans_total dropped"] == 0
     assert traced.node.counter("trace_spans_dropped_total") == traced.node.counter("trace_spans_failed_total") == 0
 
 

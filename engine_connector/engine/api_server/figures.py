@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 
+from kvstore.core.traces import Tracer
 from kvstore.engine_connector.engine.outputs import EngineStats, RequestOutput
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -19,9 +20,11 @@ _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 class Figures:
     """Counts what passes through the server. `stats` is asked at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None], num_connections: Callable[[], int]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats | None], num_connections: Callable[[], int], tracer: Tracer | None = None
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats, num_connections))
+        self._registry.register(_EngineCollector(stats, num_connections, tracer))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvstore_engine_{name}", text, labels, registry=self._registry)
@@ -59,13 +62,23 @@ class Figures:
 class _EngineCollector:
     """Queue, pages and totals, as the engine counts them."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None], num_connections: Callable[[], int]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats | None], num_connections: Callable[[], int], tracer: Tracer | None
+    ) -> None:
+        self._tracer = tracer
         self._stats = stats
         self._num_connections = num_connections
 
     def collect(self) -> Iterator[Metric]:
         """One family after the other."""
         yield GaugeMetricFamily("kvstore_engine_connections", "Open connections.", self._num_connections())
+        if self._tracer is not None:
+            spans = CounterMetricFamily(
+                "kvstore_engine_trace_spans", "Spans: exported; dropped and failed are lost.", labels=("result",)
+            )
+            for result, count in self._tracer.counts().items():
+                spans.add_metric((result,), count)
+            yield spans
         stats = self._stats()
         if stats is None:
             return

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from kvstore.core.errors import KVStoreError, PeerUnavailable
+from kvstore.core.traces import Tracer
 from kvstore.engine_connector.engine.api_server import figures
 from kvstore.engine_connector.engine.api_server.answers import (
     AnswerForm,
@@ -71,7 +72,9 @@ class ServerConfig:
 class ApiServer:
     """Serves the LLM that `open_llm` opens, from `run` until `stop` is called. Event loop only."""
 
-    def __init__(self, config: ServerConfig, open_llm: Callable[[], LLM]) -> None:
+    def __init__(self, config: ServerConfig, open_llm: Callable[[], LLM], tracer: Tracer | None = None) -> None:
+        """`tracer` is that of the LLM, for metrics."""
+        self._tracer = tracer
         self._config = config
         self._engine = EngineThread(open_llm, on_death=self.stop)
         self._bodies = Bodies(config.max_body_bytes)
@@ -114,7 +117,7 @@ class ApiServer:
         await runner.setup()
         assert runner.server is not None
         self._connections = Connections(runner.server, self._config.connections)
-        self._figures = figures.Figures(lambda: self._engine.stats, lambda: len(self._connections))
+        self._figures = figures.Figures(lambda: self._engine.stats, lambda: len(self._connections), self._tracer)
         try:
             port = await self._connections.listen(self._config.host, self._config.port)
             on_ready(port)
