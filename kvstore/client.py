@@ -382,7 +382,8 @@ class Client:
         return self._call(Verb.LOCATE, request, pb.LocateReply)
 
     def inspect(self, hex_digits: str) -> pb.InspectReply:
-        """Blocks and namespaces whose hash or id begins so; tools only. A call for each part of a large index."""
+        """Blocks and namespaces whose hash or id begins so; "": all namespaces and no block. Tools only. A call for each part
+        of a large index."""
         whole = self._call(Verb.INSPECT, pb.InspectRequest(hex=hex_digits), pb.InspectReply)
         while whole.next_row:
             part = self._call(

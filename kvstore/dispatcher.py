@@ -604,8 +604,11 @@ class Dispatcher:
         return pb.LocateReply(holders=holders, pools=pools, boot_id=self._boot_id)
 
     def _inspect(self, _session: Session, request: pb.InspectRequest) -> pb.InspectReply:
-        digits = read_hex(request.hex)
         inspector, now_s = self._store.inspector(), self._clock.now_s()
+        if not request.hex:
+            names = [namespace_reply(*each) for each in inspector.namespaces("")]
+            return pb.InspectReply(namespaces=names, boot_id=self._boot_id)
+        digits = read_hex(request.hex)
         found = inspector.find(digits, request.first_row)
         reply = pb.InspectReply(next_row=found.next_row, num_found=found.num_found, boot_id=self._boot_id)
         if not request.first_row:
