@@ -219,6 +219,23 @@ class LayeredPages(Pages, Protocol):
         ...
 
 
+@runtime_checkable
+class BatchedPages(LayeredPages, Protocol):
+    """Pages of which many are copied in one call, because a call costs more than a copy: those on a GPU. Optional."""
+
+    def copy_in_blocks(self, block_ids: Sequence[int], blocks: Sequence[NDArray[np.uint8]], layers: range) -> None:
+        """As copy_in_layers of each block into its page. No page is named twice."""
+        ...
+
+    def copy_out_blocks(self, block_ids: Sequence[int], blocks: Sequence[NDArray[np.uint8]], layers: range) -> None:
+        """As copy_out_layers; likewise."""
+        ...
+
+    def layers_a_copy(self, num_blocks: int) -> int:
+        """How many layers of so many blocks are worth a call, when others wait for the first ones: 1 to num_layers."""
+        ...
+
+
 class BlockMove(NamedTuple):
     """One block between a page of the engine and a slot of the arena."""
 

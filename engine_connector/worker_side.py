@@ -49,6 +49,7 @@ from kvstore.core.limits import ARRIVAL_POLL_S
 from kvstore.engine_connector.fill_cursors import FillCursors
 from kvstore.engine_connector.layers import ALL_LAYERS, LayerProgress
 from kvstore.engine_connector.protocol import (
+    BatchedPages,
     BlockMove,
     ConnectorMetadata,
     FilledFrom,
@@ -74,6 +75,9 @@ held up behind other loads, and others' tokens in the step must not be."""
 _LAYERS_COPY_BYTES = 256 << 10
 """Layers are copied so many bytes at a time or a little more. While the engine computes, each call waits for the GIL: 92 MB
 that take 21 ms whole took 121 ms by single layers of 12 KiB, 54 ms by 64 KiB, 33 ms by 256 KiB."""
+
+_LOAD_BATCH = 32
+"""Blocks of one call, of pages that take many. Between calls a load looks at its deadline: 64 MiB take a GPU some 2 ms."""
 
 _NEXT_LAYER_DEADLINE_S = 30.0
 """A save that has begun waits at most so long for the forward to compute its next layers; then it is reported as not written."""
@@ -333,9 +337,8 @@ class StoreWorkerSide:
                 return arrival
             if pages is None or self._clock.now_s() >= load.until_s:
                 return Arrival.LOST
-            if not _copy_block(load, moves[load.num_loaded], pages):
+            if not _copy_next(load, pages):
                 return Arrival.LOST
-            load.num_loaded += 1
         return Arrival.THERE
 
     def _copy_from_back(self, load: _Load, live_boot_id: bytes) -> Arrival:
@@ -367,12 +370,11 @@ class StoreWorkerSide:
         if _num_current(arena, moves) < len(moves):
             return False
         slots = [_slot(arena, move.offset, pages.page_nbytes) for move in moves]
-        for layers in _steps(pages):
+        for layers in _steps(pages, len(moves)):
             load.progress.advance(layers.start)
             if self._clock.now_s() >= load.until_s:
                 return False
-            for move, slot in zip(moves, slots, strict=True):
-                pages.copy_in_layers(move.block_id, slot, layers)
+            _copy_in(pages, moves, slots, layers)
         load.num_loaded = _num_current(arena, moves)
         return True
 
@@ -431,7 +433,8 @@ class StoreWorkerSide:
 
     def _copy_out(self, save: _Save, written: list[bool]) -> None:
         job, pages = save.job, self._pages_of(save.job)
-        if isinstance(pages, LayeredPages) and not save.computed.wait(ALL_LAYERS, 0.0):
+        in_batches = isinstance(pages, BatchedPages)
+        if isinstance(pages, LayeredPages) and (in_batches or not save.computed.wait(ALL_LAYERS, 0.0)):
             self._copy_out_layers(save, pages, written)
         elif pages is not None and save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S):
             self._copy_out_whole(job, pages, written)
@@ -442,15 +445,19 @@ class StoreWorkerSide:
         if arena is None:
             return
         good = [True] * len(job.moves)
-        for layers in _steps(pages):
+        batch = max(1, len(job.moves)) if isinstance(pages, BatchedPages) else 1
+        for layers in _steps(pages, len(job.moves)):
             if not save.computed.wait(layers.stop, _NEXT_LAYER_DEADLINE_S):
                 return
-            for i, move in enumerate(job.moves):
+            for first in range(0, len(job.moves), batch):
                 if not self._in_flight.wanted(job):
                     return
-                good[i] = good[i] and _is_current(arena, move)
-                if good[i]:
-                    pages.copy_out_layers(move.block_id, _slot(arena, move.offset, pages.page_nbytes), layers)
+                numbers = range(first, first + batch)
+                for i in numbers:
+                    good[i] = good[i] and _is_current(arena, job.moves[i])
+                _copy_out(pages, arena, [job.moves[i] for i in numbers if good[i]], layers)
+                for i in numbers:
+                    good[i] = good[i] and _is_current(arena, job.moves[i])
         # All computed is not enough: the step may yet break off, and then its pages are written anew.
         if save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S) and self._in_flight.wanted(job):
             written[:] = good
@@ -472,9 +479,12 @@ class StoreWorkerSide:
         return self._pages[job.group].page_nbytes if self._pages else 0
 
 
-def _steps(pages: LayeredPages) -> Iterable[range]:
+def _steps(pages: LayeredPages, num_blocks: int) -> Iterable[range]:
     """All layers, as many at a time as are worth a call."""
-    step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
+    if isinstance(pages, BatchedPages):
+        step = pages.layers_a_copy(num_blocks)
+    else:
+        step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
     for first in range(0, pages.num_layers, step):
         yield range(first, min(first + step, pages.num_layers))
 
@@ -484,6 +494,44 @@ def _cursors(job: LoadJob) -> FillCursors:
     return FillCursors(
         len(job.moves), front_blocks=job.front_blocks, meet_block=job.meet_block, expected_s=job.expected_s
     )
+
+
+def _copy_in(
+    pages: LayeredPages, moves: Sequence[BlockMove], slots: Sequence[NDArray[np.uint8]], layers: range
+) -> None:
+    """These layers of all these blocks."""
+    if isinstance(pages, BatchedPages):
+        pages.copy_in_blocks([move.block_id for move in moves], slots, layers)
+        return
+    for move, slot in zip(moves, slots, strict=True):
+        pages.copy_in_layers(move.block_id, slot, layers)
+
+
+def _copy_out(pages: LayeredPages, arena: ClientArena, moves: Sequence[BlockMove], layers: range) -> None:
+    """These layers of all these pages."""
+    slots = [_slot(arena, move.offset, pages.page_nbytes) for move in moves]
+    if isinstance(pages, BatchedPages):
+        pages.copy_out_blocks([move.block_id for move in moves], slots, layers)
+        return
+    for move, slot in zip(moves, slots, strict=True):
+        pages.copy_out_layers(move.block_id, slot, layers)
+
+
+def _copy_next(load: _Load, pages: Pages) -> bool:
+    """Copy the next block, which is there, and with it others that are there, where that is one call. Whether all are good."""
+    assert load.arena is not None, "the block was looked at"
+    rest = load.job.moves[load.num_loaded :]
+    if not isinstance(pages, BatchedPages):
+        good = _copy_block(load, rest[0], pages)
+        load.num_loaded += good
+        return good
+    batch = rest[: _num_current(load.arena, rest[:_LOAD_BATCH])]
+    _copy_in(
+        pages, batch, [_slot(load.arena, move.offset, pages.page_nbytes) for move in batch], range(pages.num_layers)
+    )
+    num_good = _num_current(load.arena, batch)
+    load.num_loaded += num_good
+    return bool(batch) and num_good == len(batch)
 
 
 def _copy_block(load: _Load, move: BlockMove, pages: Pages) -> bool:

@@ -14,7 +14,8 @@ def host_pages(pages: PageMap, part: BlockPart | None = None) -> "PagedCache | H
     """The quickest way for these pages: as runs of bytes, where a page has its numbers in a block's order; else number by number.
     Without `part` they have all of the block, stored as it is."""
     part = part or BlockPart.of(pages)
-    return _as_runs(pages, part) or HostPages(pages, part)
+    runs = layer_runs(pages, part)
+    return HostPages(pages, part) if runs is None else PagedCache(runs, num_layers=pages.num_layers)
 
 
 class HostPages:
@@ -55,8 +56,9 @@ class HostPages:
         assert layers.step == 1, layers
 
 
-def _as_runs(pages: PageMap, part: BlockPart) -> PagedCache | None:
-    """If the pages have all of a block, and each layer of a page is one run of bytes in a block's order."""
+def layer_runs(pages: PageMap, part: BlockPart) -> list[torch.Tensor] | None:
+    """If the pages have all of a block, and each layer of a page is one run of numbers in a block's order: views `[num_pages, n]`
+    of them, one for each layer, or one for all if they are neighbours. Of pages on any device."""
     layout = part.layout
     layer_nbytes, *_, plane_nbytes, item_nbytes = layout.strides_bytes
     bases = pages.bases()
@@ -64,14 +66,14 @@ def _as_runs(pages: PageMap, part: BlockPart) -> PagedCache | None:
     beside = all(base == planes[0] + i * plane_nbytes for planes in bases for i, base in enumerate(planes))
     if not (whole and beside and _in_block_order(pages)):
         return None
-    one_run = all(planes[0] == bases[0][0] + layer * layer_nbytes for layer, planes in enumerate(bases))
-    layers_a_run = pages.num_layers if one_run else 1
-    numel = layers_a_run * layer_nbytes // item_nbytes
-    stride = pages.strides.page or numel
-    if stride < numel:
-        return None
-    runs = [planes[0].as_strided((pages.num_pages, numel), (stride, 1)) for planes in pages.views[::layers_a_run]]
-    return PagedCache(runs, num_layers=pages.num_layers)
+    layer_numel = layer_nbytes // item_nbytes
+    neighbours = pages.stacked is not None and all(
+        planes[0] == bases[0][0] + layer * layer_nbytes for layer, planes in enumerate(bases)
+    )
+    layers_a_run = pages.num_layers if neighbours else 1
+    run = (pages.num_pages, layers_a_run * layer_numel)
+    stride = pages.strides.page or run[1]
+    return [planes[0].as_strided(run, (stride, 1)) for planes in pages.views[::layers_a_run]]
 
 
 def _in_block_order(pages: PageMap) -> bool:

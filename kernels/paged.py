@@ -87,12 +87,18 @@ class PagedCache:
         assert 0 <= layers.start <= layers.stop <= self.num_layers, (layers, self.num_layers)
         assert layers.step == 1, layers
         first, last = layers.start * self._layer_nbytes, layers.stop * self._layer_nbytes
-        start = 0
-        for piece in self._pieces:
-            low, high = max(first, start), min(last, start + piece.shape[1])
-            if low < high:
-                yield block[low:high], piece[block_id, low - start : high - start]
-            start += piece.shape[1]
+        for piece, in_block, in_page in overlaps([piece.shape[1] for piece in self._pieces], first, last):
+            yield block[in_block], self._pieces[piece][block_id, in_page]
+
+
+def overlaps(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[int, slice, slice]]:
+    """Of pieces of these sizes, in a row: which of them lie in [first, last), where in the whole, where in the piece."""
+    start = 0
+    for piece, size in enumerate(sizes):
+        low, high = max(first, start), min(last, start + size)
+        if low < high:
+            yield piece, slice(low, high), slice(low - start, high - start)
+        start += size
 
 
 def pages_as_bytes(pages: torch.Tensor) -> npt.NDArray[np.uint8]:

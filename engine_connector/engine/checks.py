@@ -99,16 +99,15 @@ def check_dtype(kv_dtype: str) -> None:
         raise ConfigError(f"kv_dtype: {kv_dtype!r} is not known; use one of {known}", field="kv_dtype", value=kv_dtype)
 
 
-def check_stored_format(stored_format: str, device: str) -> None:
+def check_stored_format(stored_format: str) -> None:
     """How a store keeps the pages' numbers."""
     known = ("same", *QUANTISATIONS)
     if stored_format not in known:
-        wrong = f"is not known; use {', '.join(known)}"
-    elif stored_format != "same" and device != "cpu":
-        wrong = f"is made of pages in host memory only, not yet on {device}; use same"
-    else:
-        return
-    raise ConfigError(f"stored_format: {stored_format!r} {wrong}", field="stored_format", value=stored_format)
+        raise ConfigError(
+            f"stored_format: {stored_format!r} is not known; use {', '.join(known)}",
+            field="stored_format",
+            value=stored_format,
+        )
 
 
 def check_device(device: str, kv_dtype: str) -> None:

@@ -12,7 +12,6 @@ from kvstore.engine_connector.engine.attention import DecodeBatch, PrefillChunk
 from kvstore.engine_connector.engine.model import Attention
 from kvstore.engine_connector.protocol import LayeredPages
 from kvstore.kernels.block_part import BlockPart
-from kvstore.kernels.device_pages import DevicePages, allocate_device_pages
 from kvstore.kernels.host_pages import host_pages
 from kvstore.kernels.page_map import PageMap
 from kvstore.kernels.paged import allocate_pages
@@ -22,16 +21,20 @@ def allocate(num_pages: int, layout: BlockLayout, dtype: str, device: torch.devi
     """Zeroed pages `[num_pages, L, H, T, P, D]`."""
     if device.type == "cpu":
         return allocate_pages(num_pages, layout, dtype)
+    from kvstore.kernels.device_pages import allocate_device_pages  # imports triton
+
     return allocate_device_pages(num_pages, layout, dtype, device)
 
 
 def block_copies(pages: torch.Tensor, quantisation: str = "") -> LayeredPages:
     """The pages, for copying to and from blocks in host memory, which are stored so (keys.QUANTISATIONS; "": as they are)."""
+    packed = PageMap.packed(pages)
+    part = BlockPart.of(packed, quantisation=quantisation)
     if pages.device.type == "cpu":
-        packed = PageMap.packed(pages)
-        return host_pages(packed, BlockPart.of(packed, quantisation=quantisation))
-    assert not quantisation, "checks.check_stored_format"
-    return DevicePages(pages)
+        return host_pages(packed, part)
+    from kvstore.kernels.device_pages import DevicePages  # imports triton
+
+    return DevicePages.open(packed, part)
 
 
 def prefill_chunk(

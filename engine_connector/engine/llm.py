@@ -121,7 +121,7 @@ class LLM:
         checks.check_chunks(chunk_tokens, block_tokens)
         checks.check_dtype(kv_dtype)
         checks.check_device(device, kv_dtype)
-        checks.check_stored_format(stored_format, device)
+        checks.check_stored_format(stored_format)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded = load_model(model_path)

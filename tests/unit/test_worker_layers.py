@@ -4,7 +4,7 @@ once it is computed, not before, and nothing is written unless the step came to 
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -58,6 +58,25 @@ class Pages(PagedCache):
     def compute(self, layer: int, number: int) -> None:
         """What a forward does to one layer of all pages."""
         self.tensor[:, layer].view(torch.uint8)[:] = number
+
+
+class PagesInBatches(Pages):
+    """As a GPU's: many pages in one call."""
+
+    calls = 0
+
+    def copy_in_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray], layers: range) -> None:
+        self.calls += 1
+        for block_id, block in zip(block_ids, blocks, strict=True):
+            self.copy_in_layers(block_id, block, layers)
+
+    def copy_out_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray], layers: range) -> None:
+        self.calls += 1
+        for block_id, block in zip(block_ids, blocks, strict=True):
+            self.copy_out_layers(block_id, block, layers)
+
+    def layers_a_copy(self, num_blocks: int) -> int:
+        return -(-worker_side._LAYERS_COPY_BYTES * LAYERS // NBYTES)
 
 
 class WholePages:
@@ -146,9 +165,9 @@ def _a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_side, "LAYERS_DEADLINE_S", WAIT_S)
 
 
-@pytest.fixture
-def pages() -> Pages:
-    return Pages()
+@pytest.fixture(params=[Pages, PagesInBatches])
+def pages(request: pytest.FixtureRequest) -> Pages:
+    return request.param()
 
 
 @pytest.fixture
@@ -422,7 +441,8 @@ def test_dropping_does_not_wait_for_a_copy_that_is_under_way(worker: Worker, pag
     assert worker.side.get_output() == WorkerOutput()
     gate.open()
     assert worker.output().finished_saving == ((1, (False,) * NUM_BLOCKS),)
-    assert pages.copied == [(0, 0), (1, 0)], "the rest is not copied at all"
+    in_the_call = NUM_BLOCKS if isinstance(pages, PagesInBatches) else 2
+    assert pages.copied == [(0, 0), (1, 0), (2, 0)][:in_the_call], "the rest is not copied at all"
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -440,7 +460,8 @@ def test_a_slot_that_is_not_ours_any_more_is_not_touched(worker: Worker, pages: 
     worker.end_step(job)
 
     assert worker.output().finished_saving == ((1, (True, False, True)),)
-    assert worker.slot_layers(1)[layer:] == [{2}] * (LAYERS - layer)
+    untouched = layer + isinstance(pages, PagesInBatches)  # what one call has begun it finishes
+    assert worker.slot_layers(1)[untouched:] == [{2}] * (LAYERS - untouched)
 
 
 def test_a_forward_that_does_not_go_on_does_not_hold_up_saves_for_ever(
@@ -494,3 +515,29 @@ def test_close_drops_what_has_only_begun(worker: Worker) -> None:
     worker.side.close()
 
     assert worker.side.get_output().finished_saving == ((1, (False,) * NUM_BLOCKS),)
+
+
+def test_pages_that_take_many_blocks_get_them_in_one_call_whole_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that is not by layers, since one block is not there at first; and a save after its forward."""
+    monkeypatch.setattr(worker_side, "_LAYERS_COPY_BYTES", NBYTES)
+    pages = PagesInBatches()
+    worker = Worker(pages)
+    worker.load(coming=frozenset({2}))
+    deadline_s = time.monotonic() + WAIT_S
+    while len(pages.copied) < 2 * LAYERS and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    calls_before = pages.calls
+    worker.reuse(2)  # it has come
+
+    assert worker.output().finished_loading == {"r"}
+    assert (calls_before, pages.calls) == (1, 2)
+    expect_content(pages, *range(NUM_BLOCKS))
+
+    pages.compute(0, 99)
+    worker.end_step(worker.save_job(first=4))
+
+    assert worker.output().finished_saving == ((1, (True,) * NUM_BLOCKS),)
+    assert pages.calls == 3
+    assert worker.slot_layers(4)[0] == {99}
+    worker.side.close()
+    worker.session.close()

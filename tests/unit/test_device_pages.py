@@ -1,0 +1,215 @@
+"""Copies between a device's pages and blocks: in Triton's interpreter, where the device is the host; and what needs no device."""
+
+import gc
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from device_pages_cases import CHECKS, AllMemory, new_blocks
+from pack_cases import LAYERS, Case, Shape
+
+from kvstore.kernels.block_part import BlockPart
+from kvstore.kernels.pinned import PinnedMemory
+from kvstore.kernels.way_choice import Choice, Measured
+
+pytest.importorskip("triton", reason="triton is installed on Linux only")
+
+INTERPRETER_DEADLINE_S = 110.0
+PIECE = 4096
+
+
+@pytest.fixture(scope="module")
+def problems(interpreter_env) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "device_pages_cases.py")],
+        env=interpreter_env,
+        capture_output=True,
+        text=True,
+        timeout=INTERPRETER_DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {outcome["name"]: outcome["problem"] for outcome in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_device_pages_do_as_they_promise(problems, name):
+    assert not problems[name]
+
+
+# --- the order of a ring: what one stream does to a slot comes after what another did to it before ------------------------
+
+
+class Order:
+    """Streams that count, and know of each other what they have waited for (vector clocks); and who touched which slot when."""
+
+    def __init__(self) -> None:
+        self.current: list[ClockStream] = []
+        self.touched: list[tuple[int, ClockStream, int]] = []  # slot, stream, its count
+        self.races: list[int] = []
+
+    def touch(self, slot: int) -> None:
+        stream = self.current[-1]
+        stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        for other_slot, other, count in self.touched:
+            if other_slot == slot and stream.clock.get(other, 0) < count:
+                self.races.append(slot)
+        self.touched.append((slot, stream, stream.clock[stream]))
+
+    @contextmanager
+    def on(self, stream):
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+
+class ClockStream:
+    def __init__(self) -> None:
+        self.clock: dict[ClockStream, int] = {}
+
+    def wait(self, clock) -> None:
+        for stream, count in clock.items():
+            self.clock[stream] = max(count, self.clock.get(stream, 0))
+
+    def wait_stream(self, stream) -> None:
+        self.wait(stream.clock)
+
+    def wait_event(self, event) -> None:
+        self.wait(event.clock)
+
+    def synchronize(self) -> None:
+        """The host waits; no stream does."""
+
+
+class ClockEvent:
+    def __init__(self) -> None:
+        self.clock: dict[ClockStream, int] = {}
+
+    def record(self, stream) -> None:
+        self.clock = dict(stream.clock)
+
+
+@pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
+def test_a_slot_of_the_ring_is_never_filled_while_it_is_emptied(monkeypatch, direction):
+    """Nor the other way round, within a call and from one call to the next."""
+    from kvstore.kernels import device_moves
+
+    order = Order()
+    pages = Case("separate NHD", Shape(2, 4, 16), "float16", "").pages(seed=1)
+    part = BlockPart.of(pages)
+
+    class TouchingPacker:
+        def __init__(self, *_) -> None:
+            pass
+
+        def pack(self, moves, layers) -> None:
+            ring = way._ring
+            for slot in {(address - ring.data_ptr()) // ring.stride(0) for address in moves[:, 1].tolist()}:
+                order.touch(slot)
+
+        unpack = pack
+
+    class TouchingStaged(device_moves.Staged):
+        def _pairs(self, batch, slot, group):
+            order.touch(slot)
+            return super()._pairs(batch, slot, group)
+
+    monkeypatch.setattr(device_moves, "Packer", TouchingPacker)
+    monkeypatch.setattr(device_moves, "RING_SLOT_BYTES", 2 * part.layout.nbytes)
+    monkeypatch.setattr(device_moves, "new_stream", lambda device: ClockStream())
+    monkeypatch.setattr(device_moves, "new_event", lambda device: ClockEvent())
+    monkeypatch.setattr(device_moves, "on", order.on)
+    way = TouchingStaged(pages, part, ClockStream())
+    blocks = new_blocks(part.layout.nbytes, 5)
+
+    for _ in range(2):
+        getattr(way, direction)(device_moves.Batch(range(5), blocks, range(LAYERS)))
+
+    assert len(order.touched) == 2 * 3 * 2  # calls, groups, a kernel and copies
+    assert order.races == []
+
+
+# --- page-locked memory ----------------------------------------------------------------------------------------------------
+
+
+def arena(nbytes: int) -> np.ndarray:
+    return np.frombuffer(bytearray(nbytes), np.uint8)
+
+
+def test_memory_is_page_locked_piece_by_piece_as_it_is_used_and_let_go_with_its_array():
+    system = AllMemory()
+    pinned, memory = PinnedMemory(system, piece_nbytes=PIECE), arena(2 * PIECE + 100)
+    start = memory.ctypes.data
+
+    assert pinned.pin(memory[PIECE + 8 : PIECE + 16])
+    assert system.registered == {start + PIECE: PIECE}
+    assert pinned.pin(memory[PIECE + 16 : 2 * PIECE])
+    assert pinned.pin(memory[2 * PIECE :])
+    assert system.registered == {start + PIECE: PIECE, start + 2 * PIECE: 100}
+
+    del memory
+    gc.collect()
+
+    assert system.registered == {}
+
+
+def test_memory_across_two_pieces_by_itself_or_refused_is_not_page_locked():
+    class NoMemory(AllMemory):
+        calls = 0
+
+        def register(self, address, nbytes):
+            self.calls += 1
+            return False
+
+    system, memory = AllMemory(), arena(2 * PIECE)
+    pinned = PinnedMemory(system, piece_nbytes=PIECE)
+
+    assert not pinned.pin(memory[PIECE - 1 : PIECE + 1])
+    assert not pinned.pin(memory)
+    assert not pinned.pin(np.zeros(8, np.uint8))
+    assert system.registered == {}
+
+    refusing = NoMemory()
+    pinned = PinnedMemory(refusing, piece_nbytes=PIECE)
+    assert not pinned.pin(memory[:8])
+    assert not pinned.pin(memory[8:16])
+    assert refusing.calls == 1
+    del memory
+    gc.collect()
+    assert refusing.registered == {}
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_quickest_way_is_taken_at_each_size_and_a_kernel_must_be_quicker_by_a_quarter():
+    choice = Choice(
+        [
+            Measured("staged", 1_000, 9e-6),
+            Measured("direct", 1_000, 5e-6),
+            Measured("staged", 1_000_000, 50e-6),
+            Measured("direct", 1_000_000, 41e-6),
+        ]
+    )
+
+    assert [choice.way(nbytes) for nbytes in (1, 1_000, 20_000, 50_000, 10**9)] == ["direct"] * 3 + ["staged"] * 2
+
+
+def test_enough_is_the_smallest_size_that_reaches_nearly_the_best_bandwidth():
+    sizes = {1_000: 0.1e9, 100_000: 30e9, 2_000_000: 46e9, 16_000_000: 50e9}
+    choice = Choice([Measured("runs", nbytes, nbytes / speed) for nbytes, speed in sizes.items()])
+
+    assert choice.enough_nbytes == 2_000_000
+
+
+def test_a_machine_without_cuda_bindings_or_a_device_has_no_direct_way():
+    from kvstore.kernels.pinned import _kernels_reach_host_addresses
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert _kernels_reach_host_addresses(torch.device("cuda", 0)) is False
