@@ -76,6 +76,7 @@ class PendingSave:
     keys: tuple[bytes, ...]  # the granted ones, as the job's moves
     started_s: float
     given_up: bool = False  # R11
+    traceparent: str = ""  # of a traced request
 
 
 @dataclass(frozen=True, slots=True)

@@ -454,6 +454,7 @@ class StoreSchedulerSide:
             first,
             tuple(keys[i] for i in granted),
             self._clock.now_s(),
+            traceparent="" if self._tracer is None else request.traceparent,
         )
         self._state(request).save_job_ids.add(job_id)
         return SaveJob(job_id, request.request_id, link.boot_id, moves, number)
@@ -465,7 +466,11 @@ class StoreSchedulerSide:
             return
         state = self._requests[save.request_id]
         state.save_job_ids.discard(job_id)
-        if self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok]) < len(save.keys):
+        num_ready = self._commit(save, [key for key, ok in zip(save.keys, written, strict=True) if ok])
+        if self._tracer is not None and save.traceparent:
+            about = {"kvstore.blocks": len(save.keys), "kvstore.blocks_committed": num_ready}
+            self._tracer.start("kvstore.save", save.traceparent, at_s=save.started_s, kind="client").end(about)
+        if num_ready < len(save.keys):
             saved = state.saved[save.group]
             saved.num_saved = min(saved.num_saved, save.first_block)
             if not any(written):

@@ -2,7 +2,8 @@
 
     engine's request
       +- kvstore.match      the plan: what was found where, chosen, why
-      +- (kvstore.load)     the engine's own; its connector makes it
+      +- (kvstore.save)     from Reserve to Commit; the engine's connector makes it
+      +- (kvstore.load)     likewise, from Acquire to Release
            +- kvstore.fetch     from Acquire to Release: what was granted, what came of it
                 +- kvstore.read     blocks from one drive, from the first order to the last arrival
                 +- kvstore.borrow   blocks from another node

@@ -383,6 +383,8 @@ WRONG = [
     ({"kvstore": {"salty": "a"}}, 400, "kvstore"),
     ({"kvstore": {"ttl_s": -1}}, 400, "ttl_s"),
     ({"kvstore": {"pin_s": "1"}}, 400, "kvstore.pin_s"),
+    ({"kvstore": {"label": "two\nlines"}}, 400, "label"),
+    ({"kvstore": {"label": "l" * 65}}, 400, "label"),
     ({"kvstore": {"load_failure": "ignore"}}, 400, "kvstore.load_failure"),
     ({"kvstore": {"salt": "a" * 5000}}, 400, "salt"),
     ({"kvstore": {"salt": "a"}, "cache_salt": "b"}, 400, "kvstore.salt"),

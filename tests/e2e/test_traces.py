@@ -75,12 +75,13 @@ def test_one_request_is_one_trace_over_four_processes(traced: Traced) -> None:
     ask(traced.engine, traced.prompt, traceparent=text)
 
     names = ("llm_request", "prefill", "decode", "kvstore.match", "kvstore.load", "kvstore.fetch", "kvstore.borrow")
-    found = traced.collector.wait_for(*names, "kvstore.lend", "kvstore.read", trace_id=trace_id)
+    found = traced.collector.wait_for(*names, "kvstore.lend", "kvstore.read", "kvstore.save", trace_id=trace_id)
     assert {name: parent_of(found, each) for name, each in found.items() if name != "llm_request"} == {
         "prefill": "llm_request",
         "decode": "llm_request",
         "kvstore.match": "llm_request",
         "kvstore.load": "llm_request",
+        "kvstore.save": "llm_request",  # of what it generated
         "kvstore.fetch": "kvstore.load",
         "kvstore.borrow": "kvstore.fetch",
         "kvstore.lend": "kvstore.borrow",

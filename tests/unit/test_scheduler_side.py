@@ -737,6 +737,18 @@ def test_a_traced_load_is_a_span_from_acquire_to_its_end(a: Side, b: Side, end: 
     assert span.attributes["kvstore.blocks_loaded"] == {"loaded": 4, "failed": 2, "cancelled": 0}[outcome]
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_a_traced_save_is_a_span_from_reserve_to_commit(a: Side, written: bool) -> None:
+    a.side._tracer = tracer = RecordingTracer()
+    (job,) = a.fill(Request("r", 3, traceparent=ABOVE), 0, 3)
+    assert tracer.spans == []
+    a.report_saved(job, written=written)
+
+    (span,) = tracer.spans
+    assert (span.name, span.above, span.ended) == ("kvstore.save", ABOVE, True)
+    assert span.attributes == {"kvstore.blocks": 3, "kvstore.blocks_committed": 3 if written else 0}
+
+
 def test_without_a_tracer_or_a_context_nothing_is_sent(a: Side, b: Side) -> None:
     b.store(Request("stored", 4))
     a.match(Request("off", 5, traceparent=ABOVE))
