@@ -114,3 +114,21 @@ def test_sglang_gets_the_statistics_that_it_knows(hicache, engine):
     assert (stats.prefetch_pgs, stats.backup_pgs) == ([], [3])
     assert stats.backup_bandwidth[0] > 0
     assert engine.backend.get_stats().backup_pgs == []
+
+
+def test_sglang_takes_the_command_of_the_documentation(hicache):
+    import argparse
+    import re
+    import shlex
+
+    from sglang.srt.server_args import ServerArgs
+
+    text = (Path(__file__).parent.parent.parent / "docs" / "engines.md").read_text()
+    flags = re.search(r"python -m sglang.launch_server (.*?)\n```", text, re.DOTALL).group(1).replace("\\\n", " ")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+
+    args = parser.parse_args(shlex.split(flags))
+
+    assert (args.hicache_storage_backend, args.page_size, args.hicache_mem_layout) == ("dynamic", 64, "page_first")
+    assert json.loads(args.hicache_storage_backend_extra_config)["class_name"] == "KVStoreHiCache"
