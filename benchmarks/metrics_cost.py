@@ -22,6 +22,7 @@ from kvstore.core.clock import MonotonicClock
 from kvstore.core.keys import KVSpec
 from kvstore.core.limits import SEGMENT_BYTES, SLOT_ALIGN_BYTES
 from kvstore.dispatcher import Dispatcher
+from kvstore.live_curve import LiveCurve
 from kvstore.meters import Meters
 from kvstore.metrics import StatsCollector
 from kvstore.proto import kvstore_pb2 as pb
@@ -63,7 +64,7 @@ class House:
         self.namespaces = [self.store.open_namespace(spec, tenant).namespace for tenant in tenants]
         self.tenants = tenants
         if not counts:
-            self.dispatcher.usage, self.store.meters = _NoUsage(), _NoMeters()
+            self.dispatcher.usage, self.dispatcher.curve, self.store.meters = _NoUsage(), _NoCurve(), _NoMeters()
             self.store._removed = _NoMemory()  # noqa: SLF001 - what is measured is its absence
         self._ids = itertools.count(1)
 
@@ -208,8 +209,14 @@ class _Arena:
         self.nbytes = self.segment_bytes = self.faulted_nbytes = nbytes
 
 
+class _NoCurve(LiveCurve):
+    def stored(self, *_: Any) -> None: ...
+
+
 class _NoUsage(Usage):
-    def matched(self, *_: Any) -> None: ...
+    def matched(self, *_: Any) -> bool:
+        return False  # so that the curve is not told either
+
     def acquired(self, *_: Any) -> None: ...
     def released(self, *_: Any) -> int:
         return 0
