@@ -348,7 +348,14 @@ class Dispatcher:
             if self._recorder is not None and keys:
                 num_tokens = max(num_tokens, len(keys) * spec.block_tokens)
                 self._recorder.wanted(
-                    namespace, session.tenant, spec, request.keys, num_tokens, match.num_blocks, now_s
+                    namespace,
+                    session.tenant,
+                    spec,
+                    request.keys,
+                    now_s,
+                    num_tokens=num_tokens,
+                    num_had=num_had,
+                    num_found=match.num_blocks,
                 )
 
     def _plan(  # noqa: PLR0917 - the rest of _match

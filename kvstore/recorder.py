@@ -6,13 +6,14 @@ One JSON object a line, as in Mooncake's traces with a few fields more; times in
 
     {"kvstore_recording": 1, "arena_bytes": ..., "segment_bytes": ..., "eviction": "adaptive", "tenant_quota": 1.0}
     {"namespace": 0, "tenant": "t0", "block_tokens": 16, "block_bytes": 2097152}
-    {"timestamp": 27482, "input_length": 6955, "output_length": 0, "hash_ids": [46, ...], "namespace": 0, "found": 12}
+    {"timestamp": 27482, "input_length": 6955, "output_length": 0, "hash_ids": [46, ...], "had": 0, "found": 12,
+     "namespace": 0}
     {"timestamp": 27511, "stored_ids": [471, 472], "behind": 470, "namespace": 0}
 
 The first line says who recorded; each namespace is named before it is used. A request is one that `usage` counts, as it
-first asked: its tokens, its whole blocks, and how many of the leading ones the sidecar found. What an engine stores follows when
-it does, generated blocks too; with `behind` null it is the start of a sequence. Who replays with less room has found blocks
-stored again where they are missing: the engine would have computed them.
+first asked: its tokens, its whole blocks, how many of the leading ones its engine had, and how many the sidecar found. What an
+engine stores follows when it does, generated blocks too; with `behind` null it is the start of a sequence. Who replays with
+less room has found blocks stored again where they are missing: the engine would have computed them.
 
 Nothing of a prompt is in it. A key is a hash of tokens already; an id is 53 bits of a keyed hash of it, with a key that is made
 anew for each recording and never written, so that nobody can try out prompts on a recording, or join two. Tenants are numbered.
@@ -110,11 +111,20 @@ class Recorder:
         self._running = True
         self._thread.start()
 
-    def wanted(  # noqa: PLR0917 - a request
-        self, namespace: bytes, tenant: str, spec: KVSpec, keys: bytes, num_tokens: int, num_found: int, now_s: float
+    def wanted(
+        self,
+        namespace: bytes,
+        tenant: str,
+        spec: KVSpec,
+        keys: bytes,
+        now_s: float,
+        *,
+        num_tokens: int,
+        num_had: int,
+        num_found: int,
     ) -> None:
-        """A request asked for these blocks, packed keys, of which so many leading ones were found."""
-        fields = {"input_length": num_tokens, "output_length": 0, "found": num_found}
+        """A request asked for these blocks, packed keys; so many leading ones its engine had itself, and so many were found."""
+        fields = {"input_length": num_tokens, "output_length": 0, "had": num_had, "found": num_found}
         self._put(_Record(now_s, namespace, tenant, spec, keys, fields, None))
 
     def stored(self, namespace: bytes, tenant: str, spec: KVSpec, parent: bytes, keys: bytes, now_s: float) -> None:  # noqa: PLR0917

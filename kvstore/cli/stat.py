@@ -37,6 +37,8 @@ def _print_tables(stats: Any) -> None:
     console.print(tables.header(stats))
     for line in tables.alarm_lines(alarms(stats)):
         console.print(line)
+    if stats.capacity_curve.requested_tokens:
+        console.print(stats.capacity_curve.words)
     shown = [
         tables.usage_table(stats.usage),
         tables.curve_table(stats.capacity_curve),

@@ -82,7 +82,6 @@ def curve_table(curve: pb.CapacityCurve) -> Table:
         for each in curve.capacities:
             name = {"drives": "as the drives", "endless": "without end"}.get(each.capacity, f"{each.capacity} the RAM")
             table.add_row(name, decimal(each.bytes) if each.bytes else "", f"{each.hit_rate:.1%}")
-        table.caption, table.caption_justify = curve.words, "left"
     return table
 
 

@@ -77,8 +77,8 @@ class _Reader:
         if len(blocks) * space.block_tokens > num_tokens:
             most = f"at most {num_tokens // space.block_tokens}, one for each {space.block_tokens} tokens"
             raise wrong(where, "hash_ids", f"{len(blocks)} ids for {num_tokens} tokens", most)
-        found = check_whole(where, entry, "found", 0, _WHOLE)
-        self.steps.append(ReplayRequest(at_s, num_tokens, blocks, space, min(found, len(blocks))))
+        found, had = (min(len(blocks), check_whole(where, entry, name, 0, _WHOLE)) for name in ("found", "had"))
+        self.steps.append(ReplayRequest(at_s, num_tokens, blocks, space, found, had))
         self.num_requests += 1
 
     def _blocks(self, where: str, entry: dict[str, Any], field: str, space: Space) -> list[int]:

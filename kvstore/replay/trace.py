@@ -34,6 +34,7 @@ class ReplayRequest(NamedTuple):
     blocks: list[int]  # numbers of the trace's blocks: a block is its id behind all before it
     space: Space
     num_stored: int  # leading blocks that are stored at once if they are missing; others when a ReplayStore says so
+    num_had: int = 0  # leading blocks that its engine had itself
 
 
 class ReplayStore(NamedTuple):

@@ -64,6 +64,7 @@ UNDRAWN = {
     "directory_received_bytes_total",
     "directory_dropped_updates_total",
     "tenant_missed_tokens_total",
+    "trace_spans_total",
 }
 
 

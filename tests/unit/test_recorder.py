@@ -52,11 +52,11 @@ def recording(path: Path, limit: int = 1 << 24) -> Iterator[Recorder]:
 def some_traffic(recorder: Recorder, at_s: float = 100.0) -> None:
     """Ten blocks are asked for and stored, two more are generated, all twelve are asked for; another tenant's of another size."""
     namespace, other = SPEC.namespace("alice"), WIDE.namespace("bob")
-    recorder.wanted(namespace, "alice", SPEC, keys(range(10)), 165, 0, at_s)
+    recorder.wanted(namespace, "alice", SPEC, keys(range(10)), at_s, num_tokens=165, num_had=0, num_found=0)
     recorder.stored(namespace, "alice", SPEC, b"", keys(range(10)), at_s + 0.25)
     recorder.stored(namespace, "alice", SPEC, keys(range(9, 10)), keys(range(10, 12)), at_s + 0.5)
-    recorder.wanted(other, "bob", WIDE, keys(range(3), WIDE), 96, 0, at_s + 0.75)
-    recorder.wanted(namespace, "alice", SPEC, keys(range(12)), 200, 12, at_s + 1.0)
+    recorder.wanted(other, "bob", WIDE, keys(range(3), WIDE), at_s + 0.75, num_tokens=96, num_had=0, num_found=0)
+    recorder.wanted(namespace, "alice", SPEC, keys(range(12)), at_s + 1.0, num_tokens=200, num_had=2, num_found=12)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def test_it_is_read_as_it_was(tmp_path: Path) -> None:
     assert (stored.behind, generated.behind) == (-1, request.blocks[-1])
     assert again.blocks == request.blocks + generated.blocks
     assert isinstance(again, ReplayRequest)
-    assert again.num_stored == 12
+    assert (again.num_stored, again.num_had) == (12, 2)
     assert other.space.block_nbytes == WIDE.block_nbytes
     assert len(read_recording(path, limit=1).requests) == 1
 
@@ -130,8 +130,12 @@ def test_a_replay_stores_what_was_stored_and_what_was_found_when(tmp_path: Path)
     path = tmp_path / "t.jsonl"
     with recording(path) as recorder:
         some_traffic(recorder)
-        recorder.wanted(SPEC.namespace("alice"), "alice", SPEC, keys(range(20, 24)), 64, 4, 102.0)
-        recorder.wanted(SPEC.namespace("alice"), "alice", SPEC, keys(range(20, 24)), 64, 4, 103.0)
+        recorder.wanted(
+            SPEC.namespace("alice"), "alice", SPEC, keys(range(20, 24)), 102.0, num_tokens=64, num_had=0, num_found=4
+        )
+        recorder.wanted(
+            SPEC.namespace("alice"), "alice", SPEC, keys(range(20, 24)), 103.0, num_tokens=64, num_had=0, num_found=4
+        )
         recorder.stored(SPEC.namespace("bob"), "bob", SPEC, keys(range(1)), keys(range(1, 3)), 103.0)  # an orphan
     cache = ReplayCache(read_capacity("1MiB", "capacity", read_recording(path).recorded).slots(), make_policy("lru"))
     found: list[Found] = []
@@ -180,7 +184,9 @@ def test_what_the_queue_or_the_disk_does_not_take_is_counted(tmp_path: Path) -> 
     path = tmp_path / "t.jsonl"
     namespace = SPEC.namespace("")
     with recording(path) as recorder:
-        recorder.wanted(namespace, "", SPEC, bytes(MAX_QUEUED_RECORD_BYTES), 1 << 24, 0, 1.0)
+        recorder.wanted(
+            namespace, "", SPEC, bytes(MAX_QUEUED_RECORD_BYTES), 1.0, num_tokens=1 << 24, num_had=0, num_found=0
+        )
         assert recorder.counters()["dropped_records_total"] == 1
 
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -219,9 +225,9 @@ def test_one_that_was_cut_off_anywhere_is_read_to_its_last_whole_line(tmp_path: 
         ({"kvstore_recording": 2}, "kvstore_recording"),
         ({"namespace": 2, "tenant": "t", "block_tokens": 16, "block_bytes": 9}, "namespace"),
         ({"namespace": 1, "tenant": "t", "block_tokens": 0, "block_bytes": 9}, "block_tokens"),
-        ({"timestamp": 1, "input_length": 16, "hash_ids": [1], "namespace": 1, "found": 0}, "namespace"),
-        ({"timestamp": 1, "input_length": 15, "hash_ids": [1], "namespace": 0, "found": 0}, "hash_ids"),
-        ({"timestamp": 1, "input_length": 16, "hash_ids": ["a"], "namespace": 0, "found": 0}, "hash_ids"),
+        ({"timestamp": 1, "input_length": 16, "hash_ids": [1], "namespace": 1, "found": 0, "had": 0}, "namespace"),
+        ({"timestamp": 1, "input_length": 15, "hash_ids": [1], "namespace": 0, "found": 0, "had": 0}, "hash_ids"),
+        ({"timestamp": 1, "input_length": 16, "hash_ids": ["a"], "namespace": 0, "found": 0, "had": 0}, "hash_ids"),
         ({"timestamp": 1, "input_length": 16, "hash_ids": [1], "namespace": 0}, "found"),
         ({"timestamp": 1, "stored_ids": [1.5], "namespace": 0}, "stored_ids"),
         ({"timestamp": 1, "stored_ids": [1], "behind": "x", "namespace": 0}, "behind"),
@@ -231,7 +237,7 @@ def test_one_that_was_cut_off_anywhere_is_read_to_its_last_whole_line(tmp_path: 
 def test_a_wrong_line_is_named(tmp_path: Path, line: dict[str, Any], field: str) -> None:
     path = tmp_path / "t.jsonl"
     with recording(path) as recorder:
-        recorder.wanted(SPEC.namespace(""), "", SPEC, keys(range(1)), 16, 0, 0.0)
+        recorder.wanted(SPEC.namespace(""), "", SPEC, keys(range(1)), 0.0, num_tokens=16, num_had=0, num_found=0)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
