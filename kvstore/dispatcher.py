@@ -343,20 +343,11 @@ class Dispatcher:
             instance, session.tenant, spec.block_tokens, keys, match, missing, wish, request.request_id, now_s
         )
         if is_new:
-            num_tokens = wish.num_tokens if wish else 0
-            self.curve.wanted(namespace, spec, request.keys, num_had=num_had, num_tokens=num_tokens, now_s=now_s)
+            num_tokens = max(wish.num_tokens if wish else 0, len(keys) * spec.block_tokens)
+            counts = {"num_tokens": num_tokens, "num_had": num_had, "num_found": match.num_blocks}
+            self.curve.wanted(namespace, spec, request.keys, now_s, **counts)
             if self._recorder is not None and keys:
-                num_tokens = max(num_tokens, len(keys) * spec.block_tokens)
-                self._recorder.wanted(
-                    namespace,
-                    session.tenant,
-                    spec,
-                    request.keys,
-                    now_s,
-                    num_tokens=num_tokens,
-                    num_had=num_had,
-                    num_found=match.num_blocks,
-                )
+                self._recorder.wanted(namespace, session.tenant, spec, request.keys, now_s, **counts)
 
     def _plan(  # noqa: PLR0917 - the rest of _match
         self,

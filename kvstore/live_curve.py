@@ -64,9 +64,18 @@ class LiveCurve:
         self._epoch_ends_s: float | None = None
 
     def wanted(
-        self, namespace: bytes, spec: KVSpec, keys: bytes, *, num_had: int, num_tokens: int, now_s: float
+        self,
+        namespace: bytes,
+        spec: KVSpec,
+        keys: bytes,
+        now_s: float,
+        *,
+        num_tokens: int,
+        num_had: int,
+        num_found: int,
     ) -> None:
-        """A request wants `num_tokens`, most of them in the blocks of `keys` (packed); its engine has the first itself."""
+        """A request wants `num_tokens`, most of them in the blocks of `keys` (packed). Of the leading ones its engine has so many
+        itself, and so many were found: those may have been stored before our start."""
         self._age(now_s)
         hashes = _hashes(namespace, spec, keys)
         self._curve.wanted(
@@ -74,6 +83,7 @@ class LiveCurve:
             size=_size(spec),
             value=float(spec.block_tokens),
             num_had=num_had,
+            num_found=num_found,
             extra=float(max(0, num_tokens - len(hashes) * spec.block_tokens)),
         )
 

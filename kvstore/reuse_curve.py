@@ -79,9 +79,11 @@ class ReuseCurve:
             self._count(len(known), distances, value)
             self._shrink()
 
-    def wanted(self, hashes: Hashes, *, size: int, value: float, num_had: int = 0, extra: float = 0.0) -> None:
+    def wanted(
+        self, hashes: Hashes, *, size: int, value: float, num_had: int = 0, num_found: int = 0, extra: float = 0.0
+    ) -> None:
         """A request wants these. The first `num_had` its engine has itself: hits with any capacity; `extra` is value that no tier
-        can give. What is unknown stays so until it is stored."""
+        can give. What is unknown stays so until it is stored, but for the first `num_found`, which were stored at some time."""
         self.total += value * len(hashes) + extra
         self._cold += extra
         self._weights[0] += value * min(num_had, len(hashes))
@@ -90,6 +92,10 @@ class ReuseCurve:
             known, distances = self._stack.use(followed, size, insert=False)
             behind = places >= num_had
             self._count(int(np.count_nonzero(behind)), distances[behind[known]], value)
+            before = (~known & (places < num_found)).tolist()
+            if any(before):
+                self._stack.use(list(compress(followed, before)), size, insert=True)
+                self._shrink()
 
     def stored(self, hashes: Hashes, *, size: int) -> None:
         """These are offered for storage: from now on a tier that is large enough has them."""

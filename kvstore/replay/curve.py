@@ -33,8 +33,8 @@ def recording_curve(trace: Trace, *, exact: bool = False) -> tuple[ReuseCurve, i
             curve.stored(hashes[step.blocks], size=size)
             continue
         extra = float(step.num_tokens - len(step.blocks) * tokens)
-        curve.wanted(hashes[step.blocks], size=size, value=float(tokens), num_had=step.num_had, extra=extra)
-        curve.stored(hashes[step.blocks[: step.num_stored]], size=size)
+        had, found = step.num_had, step.num_stored
+        curve.wanted(hashes[step.blocks], size=size, value=float(tokens), num_had=had, num_found=found, extra=extra)
     return curve, unit
 
 

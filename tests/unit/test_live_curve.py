@@ -39,7 +39,8 @@ def ask(
 ) -> None:
     """A prompt of whole blocks; what is missing is stored."""
     namespace, packed = spec.namespace(tenant), keys(numbers, spec)
-    curve.wanted(namespace, spec, packed, num_had=0, num_tokens=len(numbers) * spec.block_tokens, now_s=now_s)
+    num_tokens = len(numbers) * spec.block_tokens
+    curve.wanted(namespace, spec, packed, now_s, num_tokens=num_tokens, num_had=0, num_found=0)
     curve.stored(namespace, spec, packed)
 
 
@@ -92,7 +93,7 @@ def test_the_live_curve_is_within_two_points_of_the_exact_one() -> None:
     """30,000 documents by Zipf's law, some 300,000 blocks, at five sizes of RAM, with a megabyte of state."""
     draw, curve, exact = random.Random(11), LiveCurve(), ReuseCurve(max_followed=0)
     weights = [1 / (rank + 1) ** 0.7 for rank in range(30_000)]
-    for document in draw.choices(range(30_000), weights, k=6_000):
+    for document in draw.choices(range(30_000), weights, k=4_000):
         numbers = range(document * 100, document * 100 + 2 + document % 20)
         ask(curve, numbers)
         exact.request(_numbers(numbers), size=2)
@@ -116,6 +117,15 @@ def test_what_was_long_ago_counts_for_less_and_a_block_of_yesterday_is_new() -> 
 
     assert figures.followed_blocks == 100
     assert rates(figures)[ENDLESS] < 0.02
+
+
+def test_what_a_drive_brought_back_after_a_restart_is_known_once_it_was_found() -> None:
+    """An engine does not store again what it found."""
+    curve, namespace = LiveCurve(), SMALL.namespace("")
+    for _ in range(4):
+        curve.wanted(namespace, SMALL, keys(range(10)), 0.0, num_tokens=160, num_had=0, num_found=8)
+
+    assert rates(curve.figures(1 << 30, 0))[ENDLESS] == pytest.approx(3 * 8 / 40)
 
 
 def test_nothing_asked_and_no_ram_are_told_so() -> None:
