@@ -199,7 +199,7 @@ def test_saves_go_on_during_the_forward(bench: Bench, sidecar: SidecarProcess) -
     copies_at_layer: list[int] = []
     engine = bench.engine(sidecar.socket, layerwise=True)
     worker = engine.llm._runner._worker
-    real, pages = worker.layer_computed, worker._pages
+    real, (pages,) = worker.layer_computed, worker._pages
 
     def computed(request_ids: list[str], layer: int) -> None:
         real(request_ids, layer)
