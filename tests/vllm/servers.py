@@ -117,10 +117,10 @@ class _Process:
 class Sidecar(_Process):
     """`kvstore serve` with a gigabyte. Started again after a kill, it has nothing and another boot id."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *flags: str) -> None:
         self.socket = directory / "kvstore.sock"
         command = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(self.socket), "--arena", "1GiB"]
-        super().__init__([*command, "--no-grpc", "--log-level", "debug"], directory / "sidecar.log", {})
+        super().__init__([*command, "--no-grpc", "--log-level", "debug", *flags], directory / "sidecar.log", {})
 
     def start(self) -> None:
         self._start()
@@ -201,7 +201,15 @@ class VllmServer(_Process):
     def stop(self) -> None:
         self.kill(signal.SIGTERM)
 
-    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, model: str = "model", **extra: object) -> Answer:
+    def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        model: str = "model",
+        headers: Mapping[str, str] | None = None,
+        **extra: object,
+    ) -> Answer:
         """Greedy tokens, streamed. `extra`: more of the request's body."""
         body = {
             "model": model,
@@ -218,7 +226,7 @@ class VllmServer(_Process):
         gaps: list[float] = []
         started_s = time.monotonic()
         ttft_s = 0.0
-        with self._open("/v1/completions", body) as reply:
+        with self._open("/v1/completions", body, headers) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
                     continue
@@ -258,9 +266,11 @@ class VllmServer(_Process):
             content: bytes = reply.read()
             return content
 
-    def _open(self, path: str, body: object) -> "urllib.request._UrlopenRet":
+    def _open(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> "urllib.request._UrlopenRet":
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{self._port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
         )
         return urllib.request.urlopen(request, timeout=ANSWER_DEADLINE_S)
 
