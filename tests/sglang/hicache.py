@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import stand_ins  # noqa: F401 - before anything of sglang
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
@@ -46,6 +47,36 @@ def host_pool(layout, *, heads=HEADS, pages=200, layers=LAYERS):
         device_capacity_tokens=pages * PAGE,
         start_layer=0,
         end_layer=layers,
+    )
+
+
+def mla_pool(layout, *, pages=8, layers=LAYERS):
+    """A real host pool of MLA's latents."""
+    rank, rope = 48, 16
+    buffers = tuple(torch.zeros((PAGE, 1, rank + rope), dtype=torch.bfloat16) for _ in range(layers))
+    info = MLABufferInfo(
+        buffers=buffers,
+        data_ptrs=torch.tensor([each.data_ptr() for each in buffers], dtype=torch.uint64),
+        layer_indices=tuple(range(layers)),
+        device_layer_num=layers,
+        page_size=PAGE,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        kv_cache_dim=rank + rope,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    return MLATokenToKVPoolHost(
+        info,
+        host_to_device_ratio=1.0,
+        host_size=0,
+        page_size=PAGE,
+        layout=layout,
+        pin_memory=False,
+        device_capacity_tokens=pages * PAGE,
+        start_layer=0,
+        end_layer=layers,
+        target_layer_num=layers,
     )
 
 

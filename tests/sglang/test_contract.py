@@ -25,8 +25,8 @@ def test_the_recorded_contract_is_that_of_the_package(hicache):
 
 
 @pytest.fixture
-def engine(hicache, tmp_path):
-    """With a pool of attention, and two others under names of SGLang's."""
+def extra(tmp_path):
+    """Of a sidecar that runs."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(np.random.default_rng(1).bytes(1 << 12))
     extra = {
@@ -35,13 +35,18 @@ def engine(hicache, tmp_path):
         "class_name": "KVStoreHiCache",
     }
     with running_sidecar(tmp_path) as sidecar:
-        extra |= {"interface_v1": 1, "socket": str(sidecar.socket), "model_path": str(tmp_path / "model")}
-        engine = hicache.Engine(hicache.host_pool("page_first"), backend="dynamic", extra=extra)
-        engine.side_pools = {name: hicache.host_pool("page_first", layers=1) for name in ("draft", "swa")}
-        for name, pool in engine.side_pools.items():
-            engine.backend.register_mem_host_pool_v2(pool, name)  # as some models do when SGLang serves already
-        yield engine
-        engine.close()
+        yield extra | {"interface_v1": 1, "socket": str(sidecar.socket), "model_path": str(tmp_path / "model")}
+
+
+@pytest.fixture
+def engine(hicache, extra):
+    """With a pool of attention, and two others under names of SGLang's."""
+    engine = hicache.Engine(hicache.host_pool("page_first"), backend="dynamic", extra=extra)
+    engine.side_pools = {name: hicache.host_pool("page_first", layers=1) for name in ("draft", "swa")}
+    for name, pool in engine.side_pools.items():
+        engine.backend.register_mem_host_pool_v2(pool, name)  # as some models do when SGLang serves already
+    yield engine
+    engine.close()
 
 
 def transfer(engine, name, hashes, policy):
@@ -132,3 +137,41 @@ def test_sglang_takes_the_command_of_the_documentation(hicache):
 
     assert (args.hicache_storage_backend, args.page_size, args.hicache_mem_layout) == ("dynamic", 64, "page_first")
     assert json.loads(args.hicache_storage_backend_extra_config)["class_name"] == "KVStoreHiCache"
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_latents_of_mla_are_stored_once_for_all_ranks(hicache, extra, layout):
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    from kvstore.engine_connector.sglang import KVStoreHiCache
+
+    pools, backends = [hicache.mla_pool(layout) for _ in range(2)], []
+    for rank, pool in enumerate(pools):
+        shape = {"tp_rank": rank, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+        config = HiCacheStorageConfig(
+            **shape,
+            is_mla_model=True,
+            enable_storage_metrics=False,
+            is_page_first_layout=False,
+            model_name="",
+            extra_config=extra,
+        )
+        backends.append(KVStoreHiCache(config, {}))
+        backends[-1].register_mem_pool_host(pool)
+        backends[-1].on_host_pools_registered()
+    keys = hicache.get_storage_hash_str(list(range(3 * hicache.PAGE)), page_size=hicache.PAGE)
+    written, read = pools[0].alloc(3 * hicache.PAGE), pools[1].alloc(4 * hicache.PAGE)[hicache.PAGE :]
+    for i, key in enumerate(keys):
+        pools[0].set_from_flat_data_page(int(written[i * hicache.PAGE]), hicache.page_of(pools[0], key))
+
+    assert backends[0].batch_set_v1(keys, written) == [True] * 3
+
+    assert backends[1].batch_get_v1(keys, read) == [True] * 3
+    for i, key in enumerate(keys):
+        expected = hicache.page_of(pools[1], key).view(torch.uint8)
+        place = pools[1].get_data_page(int(read[i * hicache.PAGE])).contiguous()
+        assert torch.equal(place.view(torch.uint8), expected)
+        assert torch.equal(backends[1].get(key, pools[1].get_dummy_flat_data_page()).view(torch.uint8), expected)
+    for backend in backends:
+        backend.close()
