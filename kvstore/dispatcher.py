@@ -405,11 +405,16 @@ class Dispatcher:
         self._on_leases_changed()
         if request.plan_id:
             self.advisor.granted(request.plan_id, session.holder.instance, grant.lease_id)
-        if not request.further_group:
+        spec = self._store.spec(request.namespace)
+        if request.further_group:
+            self.curve.used(request.namespace, spec, request.keys)
+            if self._recorder is not None:
+                self._recorder.used(request.namespace, session.tenant, spec, request.keys, now_s)
+        else:
             self.usage.acquired(
                 session.holder.instance,
                 session.tenant,
-                self._store.spec(request.namespace),
+                spec,
                 keys,
                 request.first_needed,
                 request.plan_id,

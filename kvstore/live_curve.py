@@ -1,6 +1,7 @@
 """What this sidecar would have hit with more RAM or less, from its own traffic, all the time.
 
     Match   -> wanted: each block counts once a request, with its tokens       (dispatcher, when usage takes it for a new one)
+               Acquire of a further layer group uses blocks with them, which take room
     Reserve -> stored: prompts and what was generated behind them; what an engine does not store is no hit either
 
 A block has the size of its slot in RAM, so that namespaces with blocks of different sizes share one curve over bytes, and hits
@@ -86,6 +87,10 @@ class LiveCurve:
             num_found=num_found,
             extra=float(max(0, num_tokens - len(hashes) * spec.block_tokens)),
         )
+
+    def used(self, namespace: bytes, spec: KVSpec, keys: bytes) -> None:
+        """A request that is counted already uses these too: blocks of a further layer group take room and have no tokens."""
+        self._curve.used(_hashes(namespace, spec, keys), size=_size(spec))
 
     def stored(self, namespace: bytes, spec: KVSpec, keys: bytes) -> None:
         """Blocks are offered for storage, whether or not there is room now."""

@@ -9,6 +9,7 @@ One JSON object a line, as in Mooncake's traces with a few fields more; times in
     {"timestamp": 27482, "input_length": 6955, "output_length": 0, "hash_ids": [46, ...], "had": 0, "found": 12,
      "namespace": 0}
     {"timestamp": 27511, "stored_ids": [471, 472], "behind": 470, "namespace": 0}
+    {"timestamp": 27513, "used_ids": [901, 902], "namespace": 1}
 
 The first line says who recorded; each namespace is named before it is used. A request is one that `usage` counts, as it
 first asked: its tokens, its whole blocks, how many of the leading ones its engine had, and how many the sidecar found. What an
@@ -18,8 +19,9 @@ less room has found blocks stored again where they are missing: the engine would
 Nothing of a prompt is in it. A key is a hash of tokens already; an id is 53 bits of a keyed hash of it, with a key that is made
 anew for each recording and never written, so that nobody can try out prompts on a recording, or join two. Tenants are numbered.
 
-Not in it: Drop, Pin, times to live, blocks of other nodes (they count as found). A replay with LRU gives the hits of the
-sidecar to the token; with a policy that counts uses, to a percent: which uses are one depends on milliseconds.
+Blocks of a model's further layer groups are read with a request that is counted already: `used_ids`. Not in it: Drop, Pin,
+times to live, blocks of other nodes (they count as found). A replay with LRU gives the hits of the sidecar to the token; with a
+policy that counts uses, to a percent: which uses are one depends on milliseconds.
 
 A recording that has reached its limit ends there (with the next 64 KiB): its start is cold, as the sidecar was. A file that is
 there is kept as FILE.before, in place of an older one. When the queue is full, or the disk, records are dropped and counted.
@@ -38,7 +40,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import KVSpec, unpack_keys
@@ -63,7 +65,7 @@ class _Record(NamedTuple):
     spec: KVSpec
     keys: bytes
     fields: dict[str, Any]
-    parent: bytes | None  # of a store; None: a request
+    ids: Literal["hash_ids", "stored_ids", "used_ids"]  # what `keys` are
 
 
 class Recorder:
@@ -125,11 +127,15 @@ class Recorder:
     ) -> None:
         """A request asked for these blocks, packed keys; so many leading ones its engine had itself, and so many were found."""
         fields = {"input_length": num_tokens, "output_length": 0, "had": num_had, "found": num_found}
-        self._put(_Record(now_s, namespace, tenant, spec, keys, fields, None))
+        self._put(_Record(now_s, namespace, tenant, spec, keys, fields, "hash_ids"))
 
     def stored(self, namespace: bytes, tenant: str, spec: KVSpec, parent: bytes, keys: bytes, now_s: float) -> None:  # noqa: PLR0917
         """An engine stores these behind the block `parent`; b"": they are the first."""
-        self._put(_Record(now_s, namespace, tenant, spec, keys, {}, parent))
+        self._put(_Record(now_s, namespace, tenant, spec, keys, {"behind": parent}, "stored_ids"))
+
+    def used(self, namespace: bytes, tenant: str, spec: KVSpec, keys: bytes, now_s: float) -> None:
+        """A request that is counted already reads these too, of another layer group."""
+        self._put(_Record(now_s, namespace, tenant, spec, keys, {}, "used_ids"))
 
     def counters(self) -> dict[str, int]:
         """As in kvstore/counters.py."""
@@ -218,12 +224,10 @@ class Recorder:
         if self._started_s is None:
             self._started_s = record.at_s
         ids = self._ids.of(record.namespace, unpack_keys(record.keys, record.spec.hash.digest_nbytes))
-        fields: dict[str, Any] = {"timestamp": round(1000 * (record.at_s - self._started_s), 3), **record.fields}
-        if record.parent is None:
-            fields["hash_ids"] = ids
-        else:
-            fields["stored_ids"] = ids
-            fields["behind"] = self._ids.of(record.namespace, [record.parent])[0] if record.parent else None
+        fields = {"timestamp": round(1000 * (record.at_s - self._started_s), 3), **record.fields, record.ids: ids}
+        if record.ids == "stored_ids":
+            parent = fields["behind"]
+            fields["behind"] = self._ids.of(record.namespace, [parent])[0] if parent else None
         return [*lines, _line({**fields, "namespace": number})]
 
 

@@ -97,6 +97,12 @@ class ReuseCurve:
                 self._stack.use(list(compress(followed, before)), size, insert=True)
                 self._shrink()
 
+    def used(self, hashes: Hashes, *, size: int) -> None:
+        """These are used besides: no hit or miss is counted of them."""
+        followed, _ = self._followed(hashes)
+        if followed:
+            self._stack.use(followed, size, insert=False)
+
     def stored(self, hashes: Hashes, *, size: int) -> None:
         """These are offered for storage: from now on a tier that is large enough has them."""
         followed, _ = self._followed(hashes)

@@ -12,7 +12,7 @@ from kvstore.index import NO_PARENT, BlockIndex, Namespace, Rows
 from kvstore.inventory import Inventory
 from kvstore.placements import NONE
 from kvstore.replay.run import Found
-from kvstore.replay.trace import BLOCK_TOKENS, ReplayRequest, ReplayStore, Space
+from kvstore.replay.trace import BLOCK_TOKENS, ReplayRequest, ReplayStore, ReplayUse, Space
 from kvstore.replay.unit_slots import UnitSlots
 
 _ANY = "opaque:replay:any"  # pages of any size
@@ -39,9 +39,13 @@ class ReplayCache:
         entry = self._namespace(request.space)
         return Found(self._request(entry, request.blocks, request.num_stored, request.at_s))
 
-    def store_behind(self, step: ReplayStore) -> None:
+    def follow(self, step: ReplayStore | ReplayUse) -> None:
         """See run.Replayed. Behind a block that is not there nothing is stored."""
         entry, table = self._namespace(step.space), self.blocks.table
+        if isinstance(step, ReplayUse):
+            rows, num_present = self._look(entry, [block_key(block) for block in step.blocks])
+            self._use(rows[:num_present], step.at_s)
+            return
         parent = NO_PARENT
         if step.behind >= 0:
             parent = entry.rows.get(block_key(step.behind), NO_PARENT)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstore.core.blocks import slot_nbytes
 from kvstore.replay.cache import block_key
-from kvstore.replay.trace import ReplayStore, Trace
+from kvstore.replay.trace import ReplayStore, ReplayUse, Trace
 from kvstore.reuse_curve import MAX_FOLLOWED, Hashes, ReuseCurve
 
 
@@ -31,6 +31,9 @@ def recording_curve(trace: Trace, *, exact: bool = False) -> tuple[ReuseCurve, i
         size, tokens = slots[step.space] // unit, step.space.block_tokens
         if isinstance(step, ReplayStore):
             curve.stored(hashes[step.blocks], size=size)
+            continue
+        if isinstance(step, ReplayUse):
+            curve.used(hashes[step.blocks], size=size)
             continue
         extra = float(step.num_tokens - len(step.blocks) * tokens)
         had, found = step.num_had, step.num_stored

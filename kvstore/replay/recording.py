@@ -8,7 +8,9 @@ from kvstore.recorder import FORMAT, HEADER
 from kvstore.replay.trace import (
     Recorded,
     ReplayRequest,
+    ReplayStep,
     ReplayStore,
+    ReplayUse,
     Space,
     Trace,
     check_number,
@@ -47,7 +49,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.recorded: Recorded | None = None
-        self.steps: list[ReplayRequest | ReplayStore] = []
+        self.steps: list[ReplayStep] = []
         self.numbers: dict[tuple[int, int], int] = {}  # by space and id
         self.num_requests = 0
         self._spaces: list[Space] = []
@@ -71,6 +73,9 @@ class _Reader:
             behind = -1 if entry.get("behind") is None else check_whole(where, entry, "behind", 0, _WHOLE)
             blocks = self._blocks(where, entry, "stored_ids", space)
             self.steps.append(ReplayStore(at_s, blocks, space, -1 if behind < 0 else self._number(space, behind)))
+            return
+        if "used_ids" in entry:
+            self.steps.append(ReplayUse(at_s, self._blocks(where, entry, "used_ids", space), space))
             return
         num_tokens = check_whole(where, entry, "input_length", 1, "a whole number of tokens, 1 or more")
         blocks = self._blocks(where, entry, "hash_ids", space)

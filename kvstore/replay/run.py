@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvstore.replay.costs import ReplayCosts
-from kvstore.replay.trace import ReplayRequest, ReplayStore, Trace
+from kvstore.replay.trace import ReplayRequest, ReplayStore, ReplayUse, Trace
 
 _PROGRESS_STEPS = 256
 
@@ -27,7 +27,7 @@ class Replayed(Protocol):
     @property
     def num_written(self) -> int: ...  # noqa: D102 - to NVMe
     def replay(self, request: ReplayRequest) -> Found: ...  # noqa: D102 - look, use what is there, store what is to be stored
-    def store_behind(self, step: ReplayStore) -> None: ...  # noqa: D102 - an engine stores these
+    def follow(self, step: ReplayStore | ReplayUse) -> None: ...  # noqa: D102 - an engine stores these, or reads them besides
 
 
 @dataclass(kw_only=True)
@@ -87,8 +87,8 @@ def replay(
     for number, request in enumerate(trace.steps, start=1):
         if number % _PROGRESS_STEPS == 0:
             on_progress(_PROGRESS_STEPS)
-        if isinstance(request, ReplayStore):
-            cache.store_behind(request)
+        if not isinstance(request, ReplayRequest):
+            cache.follow(request)
             continue
         found = cache.replay(request)
         block_tokens = request.space.block_tokens

@@ -46,6 +46,14 @@ class ReplayStore(NamedTuple):
     behind: int
 
 
+class ReplayUse(NamedTuple):
+    """Blocks of a further layer group that a request read."""
+
+    at_s: float
+    blocks: list[int]
+    space: Space
+
+
 class Recorded(NamedTuple):
     """The sidecar that made a recording."""
 
@@ -56,15 +64,15 @@ class Recorded(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Requests in their order; in a recording, also what was stored between them."""
+    """Requests in their order; in a recording, also what was stored and used between them."""
 
-    steps: list[ReplayRequest | ReplayStore]
+    steps: "list[ReplayStep]"
     num_blocks: int  # distinct
     recorded: Recorded | None = None
 
     @property
     def requests(self) -> list[ReplayRequest]:
-        """Without what was stored."""
+        """Without what is between them."""
         return [step for step in self.steps if isinstance(step, ReplayRequest)]
 
     @property
@@ -73,12 +81,15 @@ class Trace(NamedTuple):
         return sum(len(request.blocks) for request in self.requests)
 
 
+ReplayStep = ReplayRequest | ReplayStore | ReplayUse
+
+
 def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, limit: int = 0, full_blocks: bool = False) -> Trace:
     """All requests, or the first `limit`, in the order of the file, as the published figures have it. `full_blocks`: without the
     last block of a prompt that does not fill it. Raises ConfigError that names the line and the field."""
     numbers: dict[tuple[int, Any], int] = {}  # by the block before it (-1: none) and the id
     spaces: dict[str, Space] = {}
-    steps: list[ReplayRequest | ReplayStore] = []
+    steps: list[ReplayStep] = []
     for where, entry in json_lines(path):
         at_s, num_tokens, ids, tenant = _parse(entry, where, block_tokens)
         if full_blocks:

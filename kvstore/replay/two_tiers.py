@@ -8,7 +8,7 @@ from kvstore.core.ports import DriveSlots, SlotSpace
 from kvstore.eviction import MakePolicy
 from kvstore.replay.cache import block_key, replay_spec
 from kvstore.replay.run import Found
-from kvstore.replay.trace import ReplayRequest, ReplayStore, Space
+from kvstore.replay.trace import ReplayRequest, ReplayStore, ReplayUse, Space
 from kvstore.spill import SpillPolicy
 from kvstore.store import Store
 
@@ -44,19 +44,24 @@ class TwoTiers:
         keys = [block_key(block) for block in request.blocks[:MAX_KEYS_PER_CALL]]
         match = store.match(namespace, keys, now_s)
         if match.num_blocks:
-            lease_id = store.acquire(_HOLDER, "", namespace, keys[: match.num_blocks], 0, _LEASE_S, now_s).lease_id
-            self._settle(now_s)
-            if lease_id:
-                store.release(_HOLDER, lease_id, now_s)
+            self._load(namespace, keys[: match.num_blocks], now_s)
         parent = keys[match.num_blocks - 1] if match.num_blocks else b""
         self._store(namespace, parent, keys[match.num_blocks : request.num_stored], now_s)
         return Found(match.tiers.count(_RAM), match.tiers.count(_NVME))
 
-    def store_behind(self, step: ReplayStore) -> None:
+    def follow(self, step: ReplayStore | ReplayUse) -> None:
         """See run.Replayed."""
-        parent = block_key(step.behind) if step.behind >= 0 else b""
-        keys = [block_key(block) for block in step.blocks[:MAX_KEYS_PER_CALL]]
-        self._store(self._namespace(step.space), parent, keys, step.at_s)
+        namespace, keys = self._namespace(step.space), [block_key(block) for block in step.blocks[:MAX_KEYS_PER_CALL]]
+        if isinstance(step, ReplayUse):
+            self._load(namespace, keys, step.at_s)
+        else:
+            self._store(namespace, block_key(step.behind) if step.behind >= 0 else b"", keys, step.at_s)
+
+    def _load(self, namespace: bytes, keys: list[bytes], now_s: float) -> None:
+        lease_id = self.store.acquire(_HOLDER, "", namespace, keys, 0, _LEASE_S, now_s).lease_id
+        self._settle(now_s)
+        if lease_id:
+            self.store.release(_HOLDER, lease_id, now_s)
 
     def _store(self, namespace: bytes, parent: bytes, keys: list[bytes], now_s: float) -> None:
         if keys:

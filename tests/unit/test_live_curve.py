@@ -195,6 +195,21 @@ def test_a_request_counts_once_with_its_tail_whether_a_plan_or_its_name_tells(ho
     assert house.tokens == 3 * 16 + 5 + 3 * 2 * 16
 
 
+def test_blocks_of_a_further_layer_group_take_room_and_no_tokens(house: House) -> None:
+    """They are used with the request, so they lie between its uses; they are no request of their own."""
+    curve, first, further = LiveCurve(), SMALL.namespace(""), LARGE.namespace("")
+    curve.stored(further, LARGE, keys(range(50), LARGE))
+    for _ in range(300):
+        curve.wanted(first, SMALL, keys(range(100)), 0.0, num_tokens=1600, num_had=0, num_found=100)
+        curve.used(further, LARGE, keys(range(50), LARGE))
+    enough, without = (rates(curve.figures(pages * SLOT_ALIGN_BYTES, 0))["1x"] for pages in (810, 250))
+    assert enough > 0.97
+    assert without < 0.02
+
+    house.match(["a", "ab"], further_group=True)
+    assert house.tokens == 0
+
+
 def test_a_name_that_is_too_long_is_refused(house: House) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         house.match(["a"], request_id="r" * 257)

@@ -137,16 +137,25 @@ def test_a_replay_stores_what_was_stored_and_what_was_found_when(tmp_path: Path)
             SPEC.namespace("alice"), "alice", SPEC, keys(range(20, 24)), 103.0, num_tokens=64, num_had=0, num_found=4
         )
         recorder.stored(SPEC.namespace("bob"), "bob", SPEC, keys(range(1)), keys(range(1, 3)), 103.0)  # an orphan
+        recorder.used(SPEC.namespace("alice"), "alice", SPEC, keys(range(12)), 104.0)  # so that others go first
+        for start in (100, 158):  # 132 blocks in 128 slots
+            recorder.stored(SPEC.namespace("bob"), "bob", SPEC, b"", keys(range(start, start + 58)), 105.0)
+        recorder.wanted(
+            SPEC.namespace("alice"), "alice", SPEC, keys(range(12)), 106.0, num_tokens=200, num_had=0, num_found=0
+        )
+        recorder.wanted(
+            SPEC.namespace("alice"), "alice", SPEC, keys(range(20, 24)), 107.0, num_tokens=64, num_had=0, num_found=0
+        )
     cache = ReplayCache(read_capacity("1MiB", "capacity", read_recording(path).recorded).slots(), make_policy("lru"))
     found: list[Found] = []
     for step in read_recording(path).steps:
-        if isinstance(step, ReplayStore):
-            cache.store_behind(step)
-        else:
+        if isinstance(step, ReplayRequest):
             found.append(cache.replay(step))
+        else:
+            cache.follow(step)
         cache.check()
 
-    assert [each.ram for each in found] == [0, 0, 12, 0, 4]
+    assert [each.ram for each in found] == [0, 0, 12, 0, 4, 12, 0]
 
 
 def test_a_file_that_is_there_is_kept_and_nothing_else_is_moved(tmp_path: Path) -> None:
