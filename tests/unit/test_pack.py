@@ -124,6 +124,17 @@ def test_heads_that_another_rank_writes_are_read_but_not_written():
     assert not tensor_of(pages)[1].any()
 
 
+def test_pages_that_were_made_in_inference_mode_are_written():
+    """vLLM's are; outside of that mode torch lets nobody change such a tensor in place."""
+    with torch.inference_mode():
+        pages = Case("separate NHD", SHAPES[0], "float16", "").pages()
+    copies = HostPages(pages, BlockPart.of(pages))
+
+    copies.copy_in(1, filled(copies.page_nbytes) // 4)
+
+    assert tensor_of(pages)[1].any()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_pages_that_are_blocks_already_are_copied_as_runs_of_bytes(place):
     """And give the same bytes as number by number."""
