@@ -6,7 +6,7 @@
 #   make load    half an hour of requests; then the page, `kvstore top`, /metrics and the engines' own count, to the token
 #   make gpu-test     attention, pack and unpack, copies and the engine on a GPU; without one it says so and skips
 #   make gpu-bench    pack and unpack, each way of copying, TTFT on a GPU, as JSON in GPU_JSON; without one it says so
-#   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 8 to run)
+#   make vllm-test    vLLM's CPU build as a client: servers, a sidecar, failures (3.4 GB, 2 min to install, some 20 to run)
 #   make sglang-test  SGLang's HiCache controller over our backend, without its engine (0.9 GB, 1 min to install, 2 to run)
 #
 # TORCH: any build of torch 2.6 or newer works; the default pin is a CPU build where one is offered for it. For a machine

@@ -12,15 +12,12 @@ KV events of tiers come from the sidecar (`kvstore serve --events`) and not from
 engines on one store would announce the same block each.
 """
 
-import logging
-import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,34 +26,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.client import Client
 from kvstore.core.clock import MonotonicClock
-from kvstore.core.errors import ConfigError
-from kvstore.engine_connector.fingerprint import weights_fingerprint
-from kvstore.engine_connector.model_files import local_model_files
-from kvstore.engine_connector.page_part import PagePart
+from kvstore.engine_connector.layer_groups import LayerGroup
 from kvstore.engine_connector.protocol import ConnectorMetadata, Pages, WorkerOutput
 from kvstore.engine_connector.rank_outputs import RankOutputs
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.vllm_adapters import Adapters
-from kvstore.engine_connector.vllm_identity import (
-    ConnectorSettings,
-    EngineFacts,
-    hash_seed,
-    instance_of,
-)
+from kvstore.engine_connector.vllm_engine import Rank, engine_specs, open_pages, refuse_unsupported, share_vllm_log
+from kvstore.engine_connector.vllm_identity import ConnectorSettings, instance_of
 from kvstore.engine_connector.vllm_metrics import StoreProm, StoreStats
 from kvstore.engine_connector.vllm_requests import VllmRequests
 from kvstore.engine_connector.worker_side import StoreWorkerSide
-from kvstore.kernels.paged import PagedCache
 from kvstore.proto.kvstore_pb2 import SCHEDULER, WORKER
 from kvstore.tracing import open_tracer
 
@@ -68,8 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvstore.otel import OtelTracer
-
-logger = logging.getLogger(__name__)
 
 _FLUSH_S = 2.0  # for spans that are still to be sent
 _HIT_SOURCES = {"pinned": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
@@ -94,18 +79,19 @@ class StepOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
         return StepOutput(self.outputs + other.outputs)
 
 
-class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
     """Both roles. Raises ConfigError for an engine we do not serve, before it serves anybody."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         share_vllm_log()
-        _refuse_unsupported(vllm_config, kv_cache_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.from_extra_config(transfer.kv_connector_extra_config)
         self._instance = instance_of(str(transfer.engine_id), vllm_config.instance_id)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._started_ns = time.time_ns()
+        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._ranks = RankOutputs(self._num_ranks)
         self._requests: VllmRequests | None = None
         self._worker: _WorkerRole | None = None
@@ -130,13 +116,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """The scheduler is complete: connect."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        spec = engine_facts(self._vllm_config, self._kv_cache_config, self._instance).spec()
+        specs = engine_specs(self._vllm_config, self._kv_cache_config, self._instance)
         client = Client(
             self._settings.socket,
             instance=self._instance,
             role=SCHEDULER,
             tenant=self._settings.tenant,
-            specs=[spec],
+            specs=specs,
             want_arena=False,
         )
         session = StoreSession(client)
@@ -145,13 +131,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._tracer = open_tracer("kvstore-connector")
         side = StoreSchedulerSide(
             session,
-            block_tokens=spec.block_tokens,
+            block_tokens=specs[0].hash.block_tokens,
+            groups=[LayerGroup.of(spec) for spec in specs],
             clock=MonotonicClock(),
             fetch=self._settings.fetch,
             chunk_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             tracer=self._tracer,
         )
-        self._requests = VllmRequests(side, Adapters(self._started_ns), block_tokens=spec.block_tokens)
+        self._requests = VllmRequests(
+            side, Adapters(self._started_ns), block_tokens=specs[0].hash.block_tokens, num_groups=len(specs)
+        )
 
     def on_new_request(self, request: "Request") -> None:
         """Called once for each request, before anything else."""
@@ -164,8 +153,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Called with 0 tokens for what is not loaded, and once more after each load."""
-        if num_external_tokens:
-            self._on_scheduler.load(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self._on_scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         """By the tiers that the match named; vLLM calls what does not add up unspecified."""
@@ -184,7 +172,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if meta is not None:
             self._on_scheduler.take(self._ranks.add(meta.outputs))
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+    def request_finished_all_groups(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, None]:
         """Called once for each request. True keeps its pages until the worker names it in finished_sending."""
         return self._on_scheduler.finish(request.request_id), None
 
@@ -222,22 +214,16 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The pages exist: connect and map the arena."""
-        (group,) = self._kv_cache_config.kv_cache_groups
-        pages: Pages = PagedCache([kv_caches[name] for name in group.layer_names])
-        expected = _page_nbytes(self._kv_cache_config)
-        if pages.page_nbytes != expected:
-            raise ConfigError(
-                f"kv_caches: a block has {pages.page_nbytes} bytes in the tensors and {expected} in kv_cache_config",
-                field="kv_caches",
-                value=pages.page_nbytes,
-            )
-        rank = get_tensor_model_parallel_rank()
-        if self._num_ranks > 1:
-            pages = PagePart(pages, rank=rank, num_ranks=self._num_ranks)
+        rank = Rank(get_tensor_model_parallel_rank(), self._num_ranks)
+        pages = open_pages(kv_caches, self._vllm_config, self._kv_cache_config, rank)
         client = Client(
-            self._settings.socket, instance=self._instance, role=WORKER, rank=rank, tenant=self._settings.tenant
+            self._settings.socket,
+            instance=self._instance,
+            role=WORKER,
+            rank=rank.number,
+            tenant=self._settings.tenant,
         )
-        self._worker = _WorkerRole(StoreSession(client), pages, rank)
+        self._worker = _WorkerRole(StoreSession(client), pages, rank.number)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """First call of a step, before pages are overwritten."""
@@ -245,7 +231,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ARG002
         """Also in steps without a forward."""
-        self._on_worker.side.start_load(self._get_connector_metadata().step)
+        self._on_worker.start_loads(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests of the step have all they need."""
@@ -259,14 +245,17 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Once a step; the next two answer from the same output, so that failed pages go with their request."""
-        output = self._on_worker.take_output()
+        output, failed = self._on_worker.take_output()
         return KVConnectorTransferResults(
-            finished_sending=set(self._get_connector_metadata().let_go), finished_recving=set(output.finished_loading)
+            finished_sending=set(self._get_connector_metadata().let_go),
+            finished_recving=set(output.finished_loading),
+            failed_recving=failed if self._has_groups else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages of this step's finished_recving that are to be computed."""
-        return set(self._on_worker.output.failed_block_ids)
+        """Pages of this step's finished_recving that are to be computed. With several layer groups vLLM wants requests instead,
+        and computes all of them."""
+        return set() if self._has_groups else set(self._on_worker.output.failed_block_ids)
 
     def build_connector_worker_meta(self) -> StepOutput | None:
         """For our scheduler half."""
@@ -282,88 +271,31 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 class _WorkerRole:
     """What lives beside vLLM's pages."""
 
-    def __init__(self, session: StoreSession, pages: Pages, rank: int) -> None:
+    def __init__(self, session: StoreSession, pages: Sequence[Pages], rank: int) -> None:
         session.start()
         self.rank = rank
         self._session = session
         self.side = StoreWorkerSide(session)
-        self.side.register_pages(pages)
+        self.side.register_pages(*pages)
         self.output = WorkerOutput()  # of this step
+        self._loading: dict[str, set[int]] = {}  # pages of each request's loads
 
-    def take_output(self) -> WorkerOutput:
+    def start_loads(self, step: ConnectorMetadata) -> None:
+        """Of the step."""
+        for job in step.loads:
+            pages = self._loading.setdefault(job.request_id, set())
+            pages.update(move.block_id for move in job.moves)
+            pages.update(job.lost_block_ids)
+        self.side.start_load(step)
+
+    def take_output(self) -> tuple[WorkerOutput, set[str]]:
+        """The step's, and the requests that it says have a page that failed."""
         self.output = self.side.get_output()
-        return self.output
+        loaded = {request_id: self._loading.pop(request_id) for request_id in self.output.finished_loading}
+        failed = {request_id for request_id, pages in loaded.items() if pages & self.output.failed_block_ids}
+        return self.output, failed
 
     def close(self) -> None:
+        """Safe to call twice."""
         self.side.close()
         self._session.close()
-
-
-def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    for field, value, right in (
-        ("device", current_platform.device_type, "cpu"),
-        ("kv_role", transfer.kv_role, "kv_both"),
-        ("kv_load_failure_policy", transfer.kv_load_failure_policy, "recompute"),  # "fail" would fail their requests
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),  # ranks with other layers
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),  # ranks with other tokens
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
-        ("speculative_config", vllm_config.speculative_config, None),
-        ("kv_cache_groups", [type(spec).__name__ for spec in specs], [FullAttentionSpec.__name__]),
-    ):
-        if value != right:
-            raise ConfigError(
-                f"{field}: {value!r} is not served by the kvstore connector; it needs {right!r}",
-                field=field,
-                value=str(value),
-            )
-
-
-def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: bytes) -> EngineFacts:
-    """Of an engine with one layer group."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    (group,) = kv_cache_config.kv_cache_groups
-    pages = group.kv_cache_spec
-    isa = _get_attn_isa(model.dtype, pages.block_size, pages.head_size, cache.cache_dtype)
-    algorithm = cache.prefix_caching_hash_algo
-    return EngineFacts(
-        version=vllm.__version__,
-        weights=weights_fingerprint(_model_files(vllm_config)),
-        quantization=model.quantization or "",
-        model_config=model.hf_config.to_dict(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        cache_dtype=cache.cache_dtype,
-        attention=f"cpu-{isa}",
-        layout=str(kv_cache_config.kv_cache_layout),
-        num_layers=len(group.layer_names),
-        num_ranks=num_ranks,
-        num_kv_heads=model.get_total_num_kv_heads(),
-        head_size=pages.head_size,
-        block_tokens=pages.block_size,
-        block_nbytes=_page_nbytes(kv_cache_config) * num_ranks,
-        hash_algorithm=algorithm,
-        hash_seed=hash_seed(
-            algorithm, os.environ.get("PYTHONHASHSEED"), default=DEFAULT_NONE_HASH_SEED, instance=instance
-        ),
-    )
-
-
-def _page_nbytes(kv_cache_config: KVCacheConfig) -> int:
-    """Of one worker."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
-
-
-def _model_files(vllm_config: VllmConfig) -> Path:
-    """Where vLLM read the weights: a path, or the local copy of what it downloaded."""
-    model = vllm_config.model_config
-    return local_model_files(model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir)
-
-
-def share_vllm_log() -> None:
-    """vLLM gives handlers to its own logger only; without this our warnings would lack a format and our news be lost."""
-    ours, theirs = logging.getLogger("kvstore"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers, ours.level, ours.propagate = list(theirs.handlers), theirs.level, False

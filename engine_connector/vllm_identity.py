@@ -2,8 +2,8 @@
 tested without it; `vllm.py` reads vLLM's configuration and gives plain values.
 
 vLLM's own block hashes are used verbatim: they chain tokens, images and cache salts. They hold no model, dtype or page
-format, so all of that goes into the spec. Pages are opaque: on a CPU the first half of a page is K, packed by instruction
-set, so the set, the attention backend, the physical layout and vLLM's version are part of the page format.
+format, so all of that goes into the spec. Pages of a CPU are opaque: the first half of a page is K, packed by instruction
+set, so the set, the attention backend, the physical layout, vLLM's version and the number of ranks are part of the page format.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
-from kvstore.core.keys import HashScheme, KVSpec
+from kvstore.core.keys import KVSTORE_PAGE_FORMAT, HashScheme, KVSpec
 from kvstore.engine_connector.fingerprint import config_digest
 from kvstore.engine_connector.protocol import FetchPolicy
 
@@ -46,6 +46,21 @@ class ConnectorSettings(NamedTuple):
         return settings._replace(fetch=FetchPolicy.named(settings.fetch))
 
 
+class GroupFacts(NamedTuple):
+    """A layer group."""
+
+    name: str  # KVSpec.group
+    num_layers: int
+    num_kv_heads: int  # of all ranks; those that several ranks have count once
+    head_size: int
+    planes: int
+    block_tokens: int
+    attention: (
+        str  # backend and instruction set that pages are packed for; "" where they are in nobody's order but ours
+    )
+    page_nbytes: int  # of one rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """What decides the bytes of an engine's blocks, read from vLLM's configuration."""
@@ -56,19 +71,14 @@ class EngineFacts:
     model_config: Mapping[str, Any]  # the model's config.json as vLLM understood it
     dtype: str  # of the computation
     cache_dtype: str  # of K and V; "auto": the same
-    attention: str  # backend and instruction set
     layout: str  # order of layer, block, head, token, content in memory
-    num_layers: int
     num_ranks: int  # workers with a part of each page: tensor parallelism
-    num_kv_heads: int  # of all ranks; those that several ranks have count once
-    head_size: int
-    block_tokens: int
-    block_nbytes: int
+    hash_tokens: int  # of one of a request's hashes
     hash_algorithm: str
     hash_seed: str
 
-    def spec(self) -> KVSpec:
-        """The namespace's spec. Raises ConfigError for a hash that we do not know the size of."""
+    def spec(self, group: GroupFacts) -> KVSpec:
+        """The spec of a layer group's namespace. Raises ConfigError for a hash that we do not know the size of."""
         if self.hash_algorithm not in _DIGEST_NBYTES:
             raise ConfigError(
                 f"prefix_caching_hash_algo: {self.hash_algorithm!r} is not known; use one of {', '.join(_DIGEST_NBYTES)}",
@@ -77,28 +87,31 @@ class EngineFacts:
             )
         return KVSpec(
             weights=self.weights + (f"+{self.quantization}" if self.quantization else ""),
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_size,
+            group=group.name,
+            num_layers=group.num_layers,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_size,
+            planes=group.planes,
             dtype=self.dtype if self.cache_dtype == "auto" else f"{self.dtype}/{self.cache_dtype}",
             rope=f"config:{config_digest(self.model_config)}",
-            block_tokens=self.block_tokens,
+            block_tokens=group.block_tokens,
             hash=HashScheme(
                 algorithm=f"engine:vllm-{self.hash_algorithm}",
                 seed=self.hash_seed,
-                block_tokens=self.block_tokens,
+                block_tokens=self.hash_tokens,
                 digest_nbytes=_DIGEST_NBYTES[self.hash_algorithm],
             ),
-            page_format=self._page_format,
-            stored_format=self._page_format,
-            opaque_block_nbytes=self.block_nbytes,
+            page_format=(page_format := self._page_format(group)),
+            stored_format=page_format,
+            opaque_block_nbytes=group.page_nbytes * self.num_ranks if group.attention else 0,
         )
 
-    @property
-    def _page_format(self) -> str:
+    def _page_format(self, group: GroupFacts) -> str:
         """The ranks' parts of an opaque block lie one after the other, so that another number of ranks is another format."""
+        if not group.attention:
+            return KVSTORE_PAGE_FORMAT
         ranks = f":tp{self.num_ranks}" if self.num_ranks > 1 else ""
-        return f"opaque:vllm-{self.version}:{self.attention}:{self.layout}{ranks}"
+        return f"opaque:vllm-{self.version}:{group.attention}:{self.layout}{ranks}"
 
 
 def hash_seed(algorithm: str, python_hash_seed: str | None, *, default: str, instance: bytes) -> str:

@@ -8,6 +8,10 @@ What vLLM's contract asks for beyond protocol.py:
               request in finished_sending. We know here when that may be, so the next metadata tells the worker, which
               repeats it.
 
+    out of window  pages of a layer group with a sliding window. vLLM gives them to others while the request goes on, and with
+              them those that a save still reads. We know here which pages vLLM has given out in a step, so the step's metadata
+              names the requests of such saves among the preempted ones, and the worker waits for these saves or calls them off.
+
 A request is usable while its keys name its KV: never for some, and no more once the cache was reset.
 """
 
@@ -21,9 +25,12 @@ from typing import NamedTuple, Protocol
 from kvstore.core.plans import TIERS
 from kvstore.core.traces import read_traceparent
 from kvstore.engine_connector.protocol import (
+    NO_PAGE,
     CacheOptions,
     ConnectorMetadata,
+    PageTables,
     Request,
+    SaveJob,
     ScheduledRequest,
     SchedulerSide,
     WorkerOutput,
@@ -33,6 +40,8 @@ from kvstore.engine_connector.vllm_adapters import Adapters, LoraRequest
 logger = logging.getLogger(__name__)
 _SALT_NBYTES = 16
 _NO_WISHES = CacheOptions()
+Tables = tuple[list[int], ...]
+"""A request's pages, for each layer group."""
 
 
 class VllmRequest(Protocol):
@@ -52,14 +61,21 @@ class VllmRequest(Protocol):
 class BlockTables(Protocol):
     """What is read of a step's kv_connector_block_state."""
 
-    def get_block_ids(self, req_id: str) -> tuple[list[int], ...] | None:
+    def get_block_ids(self, req_id: str) -> Tables | None:
         """A scheduled request's pages, for each layer group."""
         ...
+
+
+class CachedRequests(Protocol):
+    """What is read of vllm.v1.core.sched.output.CachedRequestData."""
+
+    new_block_ids: Sequence[Tables | None]
 
 
 class SchedulerOutput(Protocol):
     """What is read of vllm.v1.core.sched.output.SchedulerOutput."""
 
+    scheduled_cached_reqs: CachedRequests
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: set[str] | None
     kv_connector_block_state: BlockTables
@@ -132,15 +148,18 @@ class TrackedRequest:
 
 
 class VllmRequests:
-    """One thread: vLLM's scheduler. Closes `side`. `block_tokens`: of a block of the store."""
+    """One thread: vLLM's scheduler. Closes `side`. `block_tokens`: of one of a request's hashes."""
 
-    def __init__(self, side: StoreSide, adapters: Adapters, *, block_tokens: int) -> None:
+    def __init__(self, side: StoreSide, adapters: Adapters, *, block_tokens: int, num_groups: int = 1) -> None:
         self._side = side
+        self._has_groups = num_groups > 1
         self._adapters = adapters
         self._block_tokens = block_tokens
         self._requests: dict[str, tuple[VllmRequest, TrackedRequest]] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
+        self._given_out: set[int] = set()  # pages, since the last step; of an engine with several layer groups
+        self._saving: dict[int, SaveJob] = {}  # likewise
         self._epoch = b""
         self._counts: Counter[str] = Counter()
 
@@ -159,10 +178,15 @@ class VllmRequests:
         _, tracked = self._requests[request.request_id]
         return self._side.get_num_new_matched_tokens(tracked, num_computed_tokens)
 
-    def load(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Start the load that was matched; the request waits until `take` gets its id."""
+    def allocated(self, request_id: str, tables: Tables, num_tokens: int) -> None:
+        """vLLM has given the request pages. Start the load that was matched, of so many tokens, if any; the request waits until
+        `take` gets its id."""
+        if self._has_groups:
+            self._given_out.update(page for table in tables for page in table)
+        if not num_tokens:
+            return
         _, tracked = self._requests[request_id]
-        self._side.update_state_after_alloc(tracked, block_ids, num_tokens)
+        self._side.update_state_after_alloc(tracked, self._tables(tables), num_tokens)
         self._loading.add(request_id)
         self._counts["loads"] += 1
         for tier, num_of_tier in self.hit_tokens(request_id, num_tokens).items():
@@ -183,11 +207,13 @@ class VllmRequests:
                 request, tracked = self._requests[request_id]
                 tables = output.kv_connector_block_state.get_block_ids(request_id)
                 assert tables is not None, "every scheduled request has pages"
-                (block_ids,) = tables  # of the only group
                 scheduled.append(
-                    ScheduledRequest(tracked, block_ids, request.num_computed_tokens, num_scheduled_tokens)
+                    ScheduledRequest(tracked, self._tables(tables), request.num_computed_tokens, num_scheduled_tokens)
                 )
-        step = self._side.build_connector_meta(scheduled, frozenset(output.preempted_req_ids or ()))
+        preempted = frozenset(output.preempted_req_ids or ()) | self._losing_pages(output.scheduled_cached_reqs)
+        step = self._side.build_connector_meta(scheduled, preempted)
+        if self._has_groups:
+            self._saving |= {job.job_id: job for job in step.saves}
         let_go = frozenset(request_id for request_id in self._held if not self._side.has_pending(request_id))
         self._held -= let_go
         return StepPlan(step, let_go)
@@ -196,6 +222,8 @@ class VllmRequests:
         """What the worker reported."""
         self._side.update_connector_output(output)
         self._loading -= output.finished_loading
+        for job_id, _ in output.finished_saving:
+            self._saving.pop(job_id, None)
         self._count(output)
 
     def take_counts(self) -> dict[str, float]:
@@ -240,3 +268,22 @@ class VllmRequests:
 
     def _is_usable(self, request_id: str) -> bool:
         return request_id in self._requests and self._requests[request_id][1].epoch == self._epoch
+
+    def _tables(self, tables: Tables) -> PageTables:
+        """vLLM's page 0 stands for none; a table of full attention has none such."""
+        if not self._has_groups:
+            return tables[0]
+        return [[page or NO_PAGE for page in table] for table in tables]
+
+    def _losing_pages(self, cached: CachedRequests) -> frozenset[str]:
+        """Requests some of whose pages are saved and have been given to others."""
+        if not self._has_groups:
+            return frozenset()
+        self._given_out.update(page for tables in cached.new_block_ids if tables for table in tables for page in table)
+        losing = frozenset(
+            job.request_id
+            for job in self._saving.values()
+            if any(move.block_id in self._given_out for move in job.moves)
+        )
+        self._given_out.clear()
+        return losing

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import vllm
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -44,12 +45,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore.client import Client
 from kvstore.core.clock import MonotonicClock
 from kvstore.core.errors import ConfigError
-from kvstore.core.keys import KVSpec
+from kvstore.core.keys import KVSTORE_PAGE_FORMAT, KVSpec
 from kvstore.core.limits import LOAD_DEADLINE_S
 from kvstore.engine_connector.protocol import CacheOptions, FetchPolicy, ScheduledRequest, WorkerOutput
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
-from kvstore.engine_connector.vllm import engine_facts, share_vllm_log
+from kvstore.engine_connector.vllm_engine import engine_specs, share_vllm_log
 from kvstore.engine_connector.vllm_identity import instance_of
 from kvstore.engine_connector.worker_side import StoreWorkerSide
 from kvstore.proto.kvstore_pb2 import SCHEDULER
@@ -71,7 +72,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
         if role is KVConnectorRole.SCHEDULER:
             _refuse_unsupported(vllm_config, kv_cache_config)
             instance = instance_of(engine_id, vllm_config.instance_id)
-            _specs[engine_id] = engine_facts(vllm_config, kv_cache_config, instance).spec()
+            (_specs[engine_id],) = engine_specs(vllm_config, kv_cache_config, instance)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def reset_cache(self) -> bool | None:
@@ -139,7 +140,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
         self._block_tokens = spec.block_tokens * config.cache.blocks_per_chunk
         rows = _Rows(primary_kv_view)
         canonical = "canonical" if config.canonical_layout else "direct"
-        page_format = f"{spec.page_format}:pool-{canonical}"
+        page_format = spec.page_format
+        if page_format == KVSTORE_PAGE_FORMAT:  # of a GPU's pages; those of the pool are as vLLM has them
+            page_format = f"opaque:vllm-{vllm.__version__}:{config.kv_cache_layout}:tp{config.parallel.tp_size}"
+        page_format += f":pool-{canonical}"
         spec = replace(
             spec,
             block_tokens=self._block_tokens,

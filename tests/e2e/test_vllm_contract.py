@@ -11,8 +11,10 @@ import torch
 from vllm_stub import CONTRACT, FullAttentionSpec, KVConnectorRole, parameters, vllm_stubbed
 
 from kvstore.core.errors import ConfigError
+from kvstore.kernels.host_pages import host_pages
 
 DEADLINE_S = 10.0
+IDLE = {"num_scheduled_tokens": {}, "preempted_req_ids": [], "tables": {}, "new_block_ids": []}
 OURS_TO_THEIRS = [
     ("vllm", "KVStoreConnector", "KVConnectorBase_V1"),
     ("vllm", "StepOutput", "KVConnectorWorkerMetadata"),
@@ -48,7 +50,8 @@ def test_no_method_is_misspelt(modules):
     """A public method of the connector that vLLM does not know would never be called."""
     for module, ours, theirs in OURS_TO_THEIRS:
         cls, known = getattr(modules[module], ours), set(CONTRACT["classes"][theirs]["methods"])
-        known |= {"requires_kv_delivery", "request_finished_all_groups", "reset", "outputs", "data"}
+        known |= set(CONTRACT["classes"]["SupportsHMA"]["methods"])
+        known |= {"requires_kv_delivery", "reset", "outputs", "data"}
         public = {name for name in vars(cls) if not name.startswith("_")}
         assert public <= known, (ours, public - known)
 
@@ -60,7 +63,7 @@ class Replay:
     """Our connector in both roles, called as vLLM called it. Pages hold numbers that tell the block they are of."""
 
     def __init__(self, modules, config, socket):
-        self.module = modules["vllm"]
+        self.module, self.engine = modules["vllm"], modules["vllm_engine"]
         (register,) = [call for call in CONTRACT["calls"] if call["name"] == "register_kv_caches"]
         shapes = {name: shape for name, (shape, _) in register["args"][0].items()}
         self.num_pages = 1 + max(page for call in CONTRACT["calls"] for page in pages_of(call))
@@ -101,7 +104,7 @@ class Replay:
         self.fails = True
 
     def on_register_kv_caches(self, call):
-        replay, cache = self, self.module.PagedCache
+        replay, cache = self, self.engine.PagedCache
 
         class Pages(cache):
             def copy_in(self, block_id, block):
@@ -109,9 +112,9 @@ class Replay:
                     raise OSError("as recorded")
                 super().copy_in(block_id, block)
 
-        self.module.PagedCache = Pages
+        self.engine.PagedCache = Pages
         self.worker.register_kv_caches(self.caches)
-        self.module.PagedCache = cache
+        self.engine.PagedCache = cache
 
     def on_bind_kv_cache_manager(self, call):
         self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=None))
@@ -140,6 +143,7 @@ class Replay:
             num_scheduled_tokens=output["num_scheduled_tokens"],
             preempted_req_ids=set(output["preempted_req_ids"]),
             kv_connector_block_state=state,
+            scheduled_cached_reqs=SimpleNamespace(new_block_ids=output["new_block_ids"]),
         )
         for request_id, num_tokens in output["num_scheduled_tokens"].items():
             request = self.requests[request_id]
@@ -161,9 +165,9 @@ class Replay:
         self.take_results()
         self.until(lambda: expected <= set(self.received))
 
-    def on_request_finished(self, call):
+    def on_request_finished_all_groups(self, call):
         request, block_ids = call["args"]
-        keep, parameters = self.scheduler.request_finished(self.request(request), block_ids)
+        keep, parameters = self.scheduler.request_finished_all_groups(self.request(request), block_ids)
         assert parameters is None
         if keep:
             self.held.add(request["request_id"])
@@ -190,7 +194,10 @@ class Replay:
         while not condition():
             assert time.monotonic() < until_s
             self.on_build_connector_meta(
-                {"requests": [], "args": [{"num_scheduled_tokens": {}, "preempted_req_ids": [], "tables": {}}]}
+                {
+                    "requests": [],
+                    "args": [{"num_scheduled_tokens": {}, "preempted_req_ids": [], "tables": {}, "new_block_ids": []}],
+                }
             )
             self.worker.handle_preemptions(self.meta)
             self.worker.bind_connector_metadata(self.meta)
@@ -276,6 +283,72 @@ def test_what_vllm_called_gives_what_it_gave(modules, sidecar, tmp_path):
 
 def test_an_engine_that_is_not_served_is_refused_in_a_sentence(modules, sidecar, tmp_path):
     with pytest.raises(
-        ConfigError, match="pipeline_parallel_size: 2 is not served by the kvstore connector; it needs 1"
+        ConfigError, match=r"pipeline_parallel_size: 2 is not served by the kvstore connector; it needs 1$"
     ):
         Replay(modules, config_for(sidecar.socket, tmp_path, pipeline=2), sidecar.socket)
+
+
+# --- a GPU's pages, as far as no GPU is needed ----------------------------------------------------------------------------
+
+
+def gpu_config(tmp_path, num_ranks, num_kv_heads):
+    config = config_for("unused", tmp_path, tensor=num_ranks)
+    config.model_config.get_total_num_kv_heads = lambda: num_kv_heads
+    return config
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_blocks_of_a_gpu_are_the_same_for_any_layout_and_any_number_of_ranks(
+    modules, tmp_path, monkeypatch, num_ranks, order
+):
+    """vLLM shows [block, head, token, K and V] of the heads that a rank has; ranks beyond the KV heads have another's. Pages lie
+    in host memory here: the copies of device pages have tests of their own."""
+    engine = modules["vllm_engine"]
+    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(engine.DevicePages, "open", host_pages)
+    num_layers, num_pages, num_heads, tokens, dim = 3, 4, 2, 32, 8
+    whole = torch.rand(num_layers, num_pages, num_heads, tokens, 2 * dim)
+    config = gpu_config(tmp_path, num_ranks, num_heads)
+    heads_a_rank = max(1, num_heads // num_ranks)
+    names = [f"layer {i}" for i in range(num_layers)]
+    spec = FullAttentionSpec(block_size=tokens, head_size=dim, num_kv_heads=heads_a_rank, page_size_bytes=0)
+    kv_cache_config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=names)], kv_cache_layout="LBNHC"
+    )
+
+    def rank_pages(number, content):
+        first = number * num_heads // num_ranks
+        of_rank = content[:, :, first : first + heads_a_rank]
+        if order == "NHD":
+            of_rank = of_rank.transpose(2, 3).contiguous().transpose(2, 3)
+        caches = dict(zip(names, of_rank.clone(memory_format=torch.preserve_format), strict=True))
+        (pages,) = engine.open_pages(caches, config, kv_cache_config, engine.Rank(number, num_ranks))
+        return pages, caches
+
+    (kv_spec,) = engine.engine_specs(config, kv_cache_config, b"instance")
+    block = np.zeros(kv_spec.block_nbytes, np.uint8)
+    for number in range(num_ranks):
+        rank_pages(number, whole)[0].copy_out(1, block)
+
+    expected = whole[:, 1].unflatten(-1, (2, dim)).contiguous()  # [layer, head, token, plane, dim]
+    assert np.array_equal(block, expected.view(torch.uint8).flatten().numpy())
+    assert kv_spec.page_format == "kvstore:LHTPD"
+    for number in range(num_ranks):
+        pages, caches = rank_pages(number, torch.zeros_like(whole))
+        pages.copy_in(2, block)
+        first = number * num_heads // num_ranks
+        for layer, name in enumerate(names):
+            assert torch.equal(caches[name][2], whole[layer, 1, first : first + heads_a_rank])
+            assert not caches[name][0].any()
+
+
+def test_a_gpu_with_other_numbers_in_its_cache_than_the_models_is_refused(modules, tmp_path, monkeypatch):
+    engine = modules["vllm_engine"]
+    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
+    config = gpu_config(tmp_path, 1, 2)
+    config.cache_config.cache_dtype = "fp8"
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=[])])
+
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8' is not served .* it needs 'auto' or 'float32'"):
+        engine.refuse_unsupported(config, groups)

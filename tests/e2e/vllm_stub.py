@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 CONTRACT = json.loads((Path(__file__).parent.parent / "data" / "vllm_contract.json").read_text())
-OURS = ("vllm", "vllm_metrics", "vllm_tier")
+OURS = ("vllm", "vllm_engine", "vllm_metrics", "vllm_tier")
 
 
 class KVConnectorRole(enum.Enum):
@@ -54,6 +54,19 @@ class JobResult:
 
 class FullAttentionSpec(SimpleNamespace):
     """Of a layer group."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """Likewise."""
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    """Likewise."""
+
+
+def _block_sizes(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
+    (group,) = kv_cache_config.kv_cache_groups
+    return group.kv_cache_spec.block_size, group.kv_cache_spec.block_size
 
 
 class _Empty:
@@ -117,8 +130,16 @@ _NAMES: dict[str, dict[str, Any]] = {
     },
     "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
     "vllm.v1.attention.backends.cpu_attn": {"_get_attn_isa": lambda *_: "vec"},
-    "vllm.v1.core.kv_cache_utils": {"DEFAULT_NONE_HASH_SEED": "vllm-none-hash"},
-    "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec, "KVCacheConfig": _Empty},
+    "vllm.v1.core.kv_cache_utils": {
+        "DEFAULT_NONE_HASH_SEED": "vllm-none-hash",
+        "resolve_kv_cache_block_sizes": _block_sizes,
+    },
+    "vllm.v1.kv_cache_interface": {
+        "FullAttentionSpec": FullAttentionSpec,
+        "SlidingWindowSpec": SlidingWindowSpec,
+        "MLAAttentionSpec": MLAAttentionSpec,
+        "KVCacheConfig": _Empty,
+    },
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
     "vllm.v1.kv_offload.base": {
         "LookupResult": LookupResult,

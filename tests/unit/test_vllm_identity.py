@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import differing_fields
-from kvstore.engine_connector.vllm_identity import ConnectorSettings, EngineFacts, hash_seed, instance_of
+from kvstore.engine_connector.vllm_identity import ConnectorSettings, EngineFacts, GroupFacts, hash_seed, instance_of
 
 FACTS = EngineFacts(
     version="0.32.0",
@@ -20,16 +20,21 @@ FACTS = EngineFacts(
     },
     dtype="float32",
     cache_dtype="auto",
-    attention="cpu-vec",
     layout="LBHNC",
-    num_layers=30,
     num_ranks=1,
-    num_kv_heads=3,
-    head_size=64,
-    block_tokens=32,
-    block_nbytes=30 * 3 * 32 * 128 * 4,
+    hash_tokens=32,
     hash_algorithm="sha256",
     hash_seed="vllm-none-hash",
+)
+GROUP = GroupFacts(
+    name="full",
+    num_layers=30,
+    num_kv_heads=3,
+    head_size=64,
+    planes=2,
+    block_tokens=32,
+    attention="cpu-vec",
+    page_nbytes=30 * 3 * 32 * 128 * 4,
 )
 
 
@@ -42,35 +47,54 @@ FACTS = EngineFacts(
         ({"dtype": "bfloat16"}, ["dtype"]),
         ({"cache_dtype": "fp8"}, ["dtype"]),
         ({"version": "0.33.0"}, ["page_format", "stored_format"]),
-        ({"attention": "cpu-amx"}, ["page_format", "stored_format"]),
         ({"layout": "LBNHC"}, ["page_format", "stored_format"]),
-        ({"num_ranks": 2}, ["page_format", "stored_format"]),
-        ({"block_tokens": 64}, ["block_tokens", "hash.block_tokens"]),
+        ({"num_ranks": 2}, ["page_format", "stored_format", "opaque_block_nbytes"]),
         ({"hash_algorithm": "sha256_cbor"}, ["hash.algorithm"]),
         ({"hash_algorithm": "xxhash"}, ["hash.algorithm", "hash.digest_nbytes"]),
         ({"hash_seed": "42"}, ["hash.seed"]),
     ],
 )
 def test_whatever_decides_the_bytes_separates_and_is_named(change, fields):
-    other = dataclasses.replace(FACTS, **change).spec()
+    other = dataclasses.replace(FACTS, **change).spec(GROUP)
 
-    assert differing_fields(FACTS.spec(), other) == fields
-    assert other.namespace() != FACTS.spec().namespace()
+    assert differing_fields(FACTS.spec(GROUP), other) == fields
+    assert other.namespace() != FACTS.spec(GROUP).namespace()
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"attention": "cpu-amx"}, ["page_format", "stored_format"]),
+        ({"block_tokens": 64, "page_nbytes": 2 * GROUP.page_nbytes}, ["block_tokens", "opaque_block_nbytes"]),
+        ({"name": "window:512"}, ["group"]),
+    ],
+)
+def test_layer_groups_have_specs_of_their_own(change, fields):
+    assert differing_fields(FACTS.spec(GROUP), FACTS.spec(GROUP._replace(**change))) == fields
+
+
+def test_pages_that_are_in_nobodys_order_are_shared_by_any_number_of_ranks_and_any_version():
+    pages = GROUP._replace(attention="", page_nbytes=0)
+    other = dataclasses.replace(FACTS, num_ranks=4, layout="LBNHC", version="0.33.0")
+
+    assert other.spec(pages) == FACTS.spec(pages)
+    assert FACTS.spec(pages).block_nbytes == GROUP.page_nbytes  # float32
+    assert FACTS.spec(pages).page_format == "kvstore:LHTPD"
 
 
 def test_names_paths_and_library_versions_do_not_separate():
     elsewhere = {"rope_theta": 10000.0, "_name_or_path": "/models/b", "dtype": "float32", "transformers_version": "6"}
 
-    assert dataclasses.replace(FACTS, model_config=elsewhere).spec().namespace() == FACTS.spec().namespace()
+    assert dataclasses.replace(FACTS, model_config=elsewhere).spec(GROUP).namespace() == FACTS.spec(GROUP).namespace()
 
 
 def test_a_block_is_as_large_as_all_layers_of_the_page():
-    assert FACTS.spec().block_nbytes == 1_474_560
+    assert FACTS.spec(GROUP).block_nbytes == 1_474_560
 
 
 def test_a_hash_of_unknown_size_is_refused():
     with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(FACTS, hash_algorithm="md5").spec()
+        dataclasses.replace(FACTS, hash_algorithm="md5").spec(GROUP)
 
     assert caught.value.fields["field"] == "prefix_caching_hash_algo"
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 import pytest
 from recording_tracer import ABOVE
 
-from kvstore.engine_connector.protocol import ConnectorMetadata, LoadTime, ScheduledRequest, WorkerOutput
+from kvstore.engine_connector.protocol import (
+    NO_PAGE,
+    BlockMove,
+    ConnectorMetadata,
+    LoadTime,
+    SaveJob,
+    ScheduledRequest,
+    WorkerOutput,
+)
 from kvstore.engine_connector.vllm_requests import TrackedRequest, VllmRequests
 
 
@@ -34,10 +42,18 @@ class FakeTables:
 
 
 @dataclass
+class FakeCached:
+    """Pages that running requests got, for each layer group."""
+
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+
+
+@dataclass
 class FakeOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] | None = None
     kv_connector_block_state: FakeTables = field(default_factory=lambda: FakeTables({"r": [7, 8, 9, 10, 11]}))
+    scheduled_cached_reqs: FakeCached = field(default_factory=FakeCached)
 
 
 class FakeSide:
@@ -50,6 +66,7 @@ class FakeSide:
         self.scheduled = []
         self.preempted = frozenset()
         self.finished = []
+        self.saves = ()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self.matched.append(list(request.block_hashes))
@@ -61,7 +78,8 @@ class FakeSide:
 
     def build_connector_meta(self, scheduled, preempted_request_ids):
         self.scheduled, self.preempted = list(scheduled), preempted_request_ids
-        return ConnectorMetadata()
+        saves, self.saves = self.saves, ()
+        return ConnectorMetadata(saves=saves)
 
     def update_connector_output(self, output):
         self.pending -= output.finished_loading
@@ -135,7 +153,7 @@ def test_an_adapter_that_is_known_has_keys_of_its_own(requests, side):
 def test_hits_are_counted_by_the_tier_in_which_they_lay(requests):
     request = FakeRequest()
     requests.add(request)
-    requests.load("r", [7, 8, 9], requests.match(request, 0))
+    requests.allocated("r", ([7, 8, 9],), requests.match(request, 0))
     output = WorkerOutput(
         finished_loading=frozenset({"r"}),
         failed_block_ids=frozenset({9}),
@@ -192,7 +210,7 @@ def test_pages_of_an_aborted_load_are_left_to_vllm(requests, side):
     """vLLM keeps them until finished_recving; to name the request in finished_sending too would be one too many."""
     request = FakeRequest()
     requests.add(request)
-    requests.load("r", [7, 8, 9], requests.match(request, 0))
+    requests.allocated("r", ([7, 8, 9],), requests.match(request, 0))
 
     assert requests.finish("r") is False
     requests.take(WorkerOutput(finished_loading=frozenset({"r"})))
@@ -205,7 +223,7 @@ def test_pages_of_an_aborted_load_are_left_to_vllm(requests, side):
 def test_pages_saved_after_a_load_are_held(requests, side):
     request = FakeRequest()
     requests.add(request)
-    requests.load("r", [7, 8, 9], requests.match(request, 0))
+    requests.allocated("r", ([7, 8, 9],), requests.match(request, 0))
     requests.take(WorkerOutput(finished_loading=frozenset({"r"})))
     side.pending.add("r")
 
@@ -263,3 +281,59 @@ def test_what_travels_between_the_processes_can_be_pickled():
 )
 def test_the_trace_context_is_that_of_the_engines_http_request(headers, expected):
     assert TrackedRequest(FakeRequest(trace_headers=headers)).traceparent == expected
+
+
+class GroupTables(FakeTables):
+    def get_block_ids(self, req_id):
+        return self.tables[req_id]
+
+
+@pytest.fixture
+def grouped(side):
+    return VllmRequests(side, FakeAdapters(), block_tokens=32, num_groups=2)
+
+
+def step(**changes):
+    tables = GroupTables({"r": ([7, 8, 9], [0, 0, 5])})
+    return FakeOutput(kv_connector_block_state=tables, **changes)
+
+
+def test_with_layer_groups_a_request_has_a_table_for_each_and_vllms_page_0_is_none(grouped, side):
+    request = FakeRequest()
+    grouped.add(request)
+    grouped.allocated("r", ([7, 8, 9], [0, 0, 5]), grouped.match(request, 0))
+    grouped.build_meta(step(num_scheduled_tokens={"r": 32}))
+
+    assert side.loads == [("r", [[7, 8, 9], [NO_PAGE, NO_PAGE, 5]], 96)]
+    assert side.scheduled[0].block_ids == [[7, 8, 9], [NO_PAGE, NO_PAGE, 5]]
+
+
+@pytest.mark.parametrize("given_to", ["a running request", "a new request"])
+def test_a_save_whose_page_is_given_to_another_is_waited_for_in_that_step(grouped, side, given_to):
+    """A page that left the window: vLLM does not say so, but that somebody has it now."""
+    grouped.add(FakeRequest())
+    side.saves = (SaveJob(1, "r", b"", (BlockMove(5, 0, 1),)), SaveJob(2, "s", b"", (BlockMove(6, 0, 1),)))
+    grouped.build_meta(step(num_scheduled_tokens={"r": 32}))
+
+    grouped.build_meta(step(scheduled_cached_reqs=FakeCached([None, ([11], [12])])))
+    assert side.preempted == frozenset()
+
+    if given_to == "a new request":
+        grouped.allocated("new", ([], [5]), 0)
+    others = [([], [5])] if given_to == "a running request" else []
+    grouped.build_meta(step(scheduled_cached_reqs=FakeCached(others)))
+    assert side.preempted == {"r"}
+
+    grouped.build_meta(step())
+    assert side.preempted == frozenset()
+
+
+def test_a_save_that_was_reported_reads_no_page(grouped, side):
+    grouped.add(FakeRequest())
+    side.saves = (SaveJob(1, "r", b"", (BlockMove(5, 0, 1),)),)
+    grouped.build_meta(step(num_scheduled_tokens={"r": 32}))
+    grouped.take(WorkerOutput(finished_saving=((1, (True,)),)))
+
+    grouped.build_meta(step(scheduled_cached_reqs=FakeCached([([], [5])])))
+
+    assert side.preempted == frozenset()

@@ -76,6 +76,37 @@ def make_random_model(directory: Path) -> Path:
     return directory
 
 
+def make_hybrid_model(directory: Path) -> Path:
+    """Likewise: 6 layers, every second with a sliding window of 64 tokens, which vLLM keeps in layer groups."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig  # only where vLLM is
+
+    if (directory / "config.json").exists():
+        return directory
+    loaded = load_model(find_model())
+    torch.manual_seed(1)
+    config = Gemma3TextConfig(
+        vocab_size=_config(loaded)["vocab_size"],
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Gemma3ForCausalLM(config).to(torch.bfloat16)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(loaded, directory)
+    model.save_pretrained(directory)
+    return directory
+
+
 def make_adapter(directory: Path, *, seed: int) -> Path:
     """Write a LoRA adapter of random weights for the random model, over what was there."""
     from safetensors.torch import save_file  # as above

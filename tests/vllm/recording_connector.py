@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvstore.engine_connector import vllm
+from kvstore.engine_connector import vllm, vllm_engine
 from kvstore.kernels.paged import PagedCache
 
 CALLS: list[dict[str, Any]] = []
@@ -83,6 +83,7 @@ def _plain(value: Any) -> Any:
             "num_scheduled_tokens": value.num_scheduled_tokens,
             "preempted_req_ids": _plain(value.preempted_req_ids),
             "tables": _plain(tables),
+            "new_block_ids": _plain(value.scheduled_cached_reqs.new_block_ids),
         }
     if kind == "KVConnectorTransferResults":
         fields = ("finished_sending", "finished_recving", "failed_recving")
@@ -116,4 +117,4 @@ class KVStoreConnector(vllm.KVStoreConnector):
 for _name in _RECORDED:
     if hasattr(vllm.KVStoreConnector, _name):
         setattr(KVStoreConnector, _name, _recorder(_name))
-vllm.PagedCache = FailingPages
+vllm_engine.PagedCache = FailingPages

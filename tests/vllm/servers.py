@@ -81,9 +81,11 @@ class _Process:
         self._env = os.environ | env
         self._child: subprocess.Popen[bytes] | None = None
 
-    def _start(self) -> None:
+    def _start(self, *flags: str) -> None:
         with self.log.open("ab") as log:
-            self._child = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env, process_group=0)
+            self._child = subprocess.Popen(
+                [*self._command, *flags], stdout=log, stderr=log, env=self._env, process_group=0
+            )
 
     @property
     def running(self) -> bool:
@@ -119,11 +121,11 @@ class Sidecar(_Process):
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.socket = directory / "kvstore.sock"
-        command = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(self.socket), "--arena", "1GiB"]
-        super().__init__([*command, "--no-grpc", "--log-level", "debug", *flags], directory / "sidecar.log", {})
+        command = [sys.executable, "-m", "kvstore.cli.main", "serve", "--socket", str(self.socket), "--no-grpc"]
+        super().__init__([*command, "--log-level", "debug", *flags], directory / "sidecar.log", {})
 
-    def start(self) -> None:
-        self._start()
+    def start(self, *, arena: str = "1GiB") -> None:
+        self._start("--arena", arena)
         until = time.monotonic() + START_DEADLINE_S
         while not self._answers():
             assert self.running, self.read_log()[-4000:]

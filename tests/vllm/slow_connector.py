@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.engine_connector import vllm
+from kvstore.engine_connector import vllm, vllm_engine
 from kvstore.kernels.paged import PagedCache
 
 
@@ -42,5 +42,5 @@ class SlowPages(PagedCache):
         time.sleep(seconds)
 
 
-vllm.PagedCache = SlowPages
+vllm_engine.PagedCache = SlowPages
 KVStoreConnector = vllm.KVStoreConnector

@@ -20,6 +20,13 @@ def connector():
     return vllm
 
 
+@pytest.fixture(scope="module")
+def engine():
+    from kvstore.engine_connector import vllm_engine
+
+    return vllm_engine
+
+
 def configs(**changes):
     """Configuration of an engine that is served, but for the changes."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -38,13 +45,15 @@ def configs(**changes):
             decode_context_parallel_size=values["dcp"],
         ),
         speculative_config=values["speculative"],
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(dtype="torch.float32"),
     )
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in values["specs"]]
     return vllm_config, SimpleNamespace(kv_cache_groups=groups)
 
 
-def test_an_engine_with_one_group_is_served_by_any_number_of_ranks(connector):
-    connector._refuse_unsupported(*configs())
+def test_an_engine_with_one_group_is_served_by_any_number_of_ranks(engine):
+    engine.refuse_unsupported(*configs())
 
 
 @pytest.mark.parametrize(
@@ -56,13 +65,13 @@ def test_an_engine_with_one_group_is_served_by_any_number_of_ranks(connector):
         ({"pcp": 2}, "prefill_context_parallel_size"),
         ({"dcp": 2}, "decode_context_parallel_size"),
         ({"speculative": "eagle"}, "speculative_config"),
-        ({"specs": [object()]}, "kv_cache_groups"),
+        ({"specs": [object()]}, "kv_cache_groups[0]"),
         ({"specs": []}, "kv_cache_groups"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name_and_with_what_would_be_right(connector, changes, field):
+def test_what_is_not_served_is_refused_by_name_and_with_what_would_be_right(engine, changes, field):
     with pytest.raises(ConfigError, match="is not served by the kvstore connector; it needs") as caught:
-        connector._refuse_unsupported(*configs(**changes))
+        engine.refuse_unsupported(*configs(**changes))
 
     assert caught.value.fields["field"] == field
 
@@ -79,7 +88,7 @@ def test_vllm_finds_the_class_and_takes_a_lost_save_for_no_loss(connector):
     )
 
     assert KVConnectorFactory.get_connector_class(transfer) is connector.KVStoreConnector
-    assert not KVConnectorFactory.supports_hma_config(transfer)
+    assert KVConnectorFactory.supports_hma_config(transfer)
     assert object.__new__(connector.KVStoreConnector).requires_kv_delivery is False
 
 
