@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "e2e"))  # sidecar_process
 # This folder's parent may be on the path, so that `sglang` alone could be this folder.
-HAS_SGLANG = find_spec("sglang") is not None and (find_spec("sglang").origin or "").endswith("__init__.py")
-collect_ignore = [] if HAS_SGLANG else [path.name for path in HERE.glob("test_*.py")]
+HAS_SGLANG = find_spec("sglang") is not None and find_spec("sglang.srt") is not None
+sys.path.insert(0, str(HERE.parent / "e2e"))  # sidecar_process
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("sglang")
-            item.add_marker(pytest.mark.timeout(120))
+            item.add_marker(pytest.mark.timeout(240))
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # SGLang's own
+            if not HAS_SGLANG:
+                item.add_marker(pytest.mark.skip(reason="sglang is not installed here; make sglang-test"))
