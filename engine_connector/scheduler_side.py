@@ -9,23 +9,21 @@ lost on its way.
 
 import itertools
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
 
 from kvstore.client import Acquired, Client, Reserved
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
-from kvstore.core.plans import NOWHERE, FetchPlan, Match, MatchWish
+from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.core.traces import Span, Tracer
-from kvstore.engine_connector.layer_groups import LayerGroup, longest_prefix
+from kvstore.engine_connector.group_parts import GroupPart, GroupParts
+from kvstore.engine_connector.layer_groups import LayerGroup
 from kvstore.engine_connector.pool_reports import PoolReports
 from kvstore.engine_connector.protocol import (
-    NO_PAGE,
     BlockMove,
     CacheOptions,
     ConnectorMetadata,
@@ -68,15 +66,6 @@ _PRICE_OF_ANOTHER, _MAX_PRICE = 0.25, 3.0
 computed, whose tokens come later for it; measured engines lose nothing more beyond the limit, since they batch."""
 
 
-class _Part(NamedTuple):
-    """What a load needs of one layer group."""
-
-    group: int
-    keys: list[bytes]
-    first_needed: int  # of `keys`
-    pages: tuple[int, ...]  # of keys[first_needed:]
-
-
 class StoreSchedulerSide:
     """Implements protocol.SchedulerSide over a StoreSession, which it closes.
 
@@ -107,10 +96,7 @@ class StoreSchedulerSide:
                 field="hand_over",
                 value=str(hand_over),
             )
-        self._groups = tuple(groups)
-        self._is_one_group = len(groups) == 1
-        self._leader = next((i for i, group in enumerate(groups) if group.is_full), None)
-        self._alignment = math.lcm(*(group.span for group in groups))
+        self._groups = GroupParts(groups)
         self._tracer = tracer
         self._fetch = fetch
         self._chunk_tokens = chunk_tokens
@@ -141,12 +127,15 @@ class StoreSchedulerSide:
         keys = self._loadable_keys(request)
         state.offer = Offer(first)
         never = self._fetch is FetchPolicy.NEVER or request.cache.no_read
-        if link is None or state.load_failed or never or len(keys) <= first or first % self._alignment:
+        if link is None or state.load_failed or never or len(keys) <= first or first % self._groups.alignment:
             return 0
         state.follow_boot(link.boot_id)
-        if self._leader is None:
-            return self._match_groups(link, keys, first, len(keys)) * self._block_tokens - num_computed_tokens
-        leader = link.namespaces[self._leader]
+        if self._groups.leader is None:
+            return (
+                self._groups.longest_prefix(self._session, link, keys, first, len(keys)) * self._block_tokens
+                - num_computed_tokens
+            )
+        leader = self._leading(link)
         has_tail = len(keys) > len(self._full_block_keys(request))
         # What a producer computed for this instance is not computed again: it is there to decode.
         planned = self._fetch is FetchPolicy.PLANNED and not has_tail
@@ -164,8 +153,8 @@ class StoreSchedulerSide:
         last = match.num_blocks
         if match.plan is not None:
             last = min(last, first + match.plan.num_blocks)
-        if not self._is_one_group:
-            last = self._match_groups(link, keys, first, last)
+        if not self._groups.is_one:
+            last = self._groups.longest_prefix(self._session, link, keys, first, last)
         if any(match.tiers[first:last]):
             self._prefetch_if_waiting(state, link, keys[:last])
         whole = has_tail and last == len(keys)
@@ -185,12 +174,12 @@ class StoreSchedulerSide:
         link, started_s = self._session.link, self._clock.now_s()
         boot_id = b"" if link is None else link.boot_id
         span = self._load_span(request, started_s)
-        parts = self._parts(keys, first, last, self._tables(block_ids))
+        parts = self._groups.of_prefix(keys, first, last, self._groups.tables(block_ids))
         grants = [self._acquire(link, part, plan, plan_id, span) for part in parts]
         short = [grant is None or grant.num_blocks < len(part.keys) for part, grant in zip(parts, grants, strict=True)]
         granted = [grant.lease_id for grant in grants if grant is not None and grant.lease_id]
         pages = tuple(page for part in parts for page in part.pages)
-        if not granted or (any(short) and not self._is_one_group):
+        if not granted or (any(short) and not self._groups.is_one):
             self._release(PendingLoad(tuple(granted), boot_id, ()), CANCELLED)
             state.load = PendingLoad((), boot_id, pages, started_s, span=span)
             self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
@@ -204,22 +193,10 @@ class StoreSchedulerSide:
         state.load = PendingLoad(tuple(granted), boot_id, pages, started_s, in_ram=in_ram, span=span)
         self._new_loads += jobs
 
-    def _parts(self, keys: list[bytes], first: int, last: int, tables: Sequence[Sequence[int]]) -> list[_Part]:
-        """What each group needs for a prefix of `last` blocks, of which the engine has `first`; the leader's comes first."""
-        parts = []
-        for number, group in enumerate(self._groups):
-            needed = group.needed(first, last)
-            before = needed.start if group.is_full else 0
-            if needed:
-                part_keys = group.keys(keys, range(needed.start - before, needed.stop))
-                table = tables[number][needed.start : needed.stop] if tables else ()
-                parts.append(_Part(number, part_keys, before, tuple(table)))
-        return sorted(parts, key=lambda part: part.group != self._leader)
-
     def _acquire(
-        self, link: Link | None, part: _Part, plan: FetchPlan | None, plan_id: int, span: Span | None
+        self, link: Link | None, part: GroupPart, plan: FetchPlan | None, plan_id: int, span: Span | None
     ) -> Acquired | None:
-        leads = part.group == self._leader
+        leads = part.group == self._groups.leader
         wire_id = str(next(self._wire_ids))
         return self._session.ask(
             link,
@@ -236,7 +213,7 @@ class StoreSchedulerSide:
         )
 
     def _load_job(
-        self, request: Request, boot_id: bytes, part: _Part, grant: Acquired, plan: FetchPlan | None
+        self, request: Request, boot_id: bytes, part: GroupPart, grant: Acquired, plan: FetchPlan | None
     ) -> LoadJob:
         num_granted = grant.num_blocks - part.first_needed
         moves = tuple(map(BlockMove, part.pages[:num_granted], grant.offsets.tolist(), grant.generations.tolist()))
@@ -253,7 +230,7 @@ class StoreSchedulerSide:
 
     def use_both_ends(self, chunk_tokens: int) -> None:
         """See protocol.BothEndsScheduler."""
-        self._uses_both_ends, self._chunk_tokens = self._is_one_group, chunk_tokens
+        self._uses_both_ends, self._chunk_tokens = self._groups.is_one, chunk_tokens
 
     def fill_from_back(self, request: Request) -> bool:
         """See protocol.BothEndsScheduler."""
@@ -280,7 +257,7 @@ class StoreSchedulerSide:
         load, job = self._state(request).load, self._new_loads[-1]
         assert load is not None
         assert job.request_id == request.request_id
-        load.by_layers = self._is_one_group and load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
+        load.by_layers = self._groups.is_one and load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
         self._new_loads[-1] = replace(job, by_layers=load.by_layers)
         return load.by_layers
 
@@ -322,14 +299,14 @@ class StoreSchedulerSide:
         """See protocol.SessionHints. One Prefetch."""
         keys = self._sessions.keys(session_id, salt)
         link = self._session.link if keys else None
-        answer = self._session.ask(link, lambda client, link: client.prefetch(link.namespaces[self._leader or 0], keys))
+        answer = self._session.ask(link, lambda client, link: client.prefetch(self._leading(link), keys))
         return 0 if answer is None else answer.num_blocks
 
     def end_session(self, session_id: str, *, salt: str = "") -> int:
         """See protocol.SessionHints. One Pin."""
         keys = self._sessions.forget(session_id, salt)
         link = self._session.link if keys else None
-        return self._session.ask(link, lambda client, link: client.cool(link.namespaces[self._leader or 0], keys)) or 0
+        return self._session.ask(link, lambda client, link: client.cool(self._leading(link), keys)) or 0
 
     def pool_has(self, num_blocks: int) -> None:
         """See protocol.PoolListener."""
@@ -367,7 +344,7 @@ class StoreSchedulerSide:
     # --- saving --------------------------------------------------------------------------------------------------------
 
     def _save(self, item: ScheduledRequest) -> list[SaveJob | None]:
-        return [*(self._save_blocks(item, group) for group in range(len(self._groups))), self._save_tail(item)]
+        return [*(self._save_blocks(item, group) for group in range(len(self._groups.groups))), self._save_tail(item)]
 
     def _save_blocks(self, item: ScheduledRequest, number: int) -> SaveJob | None:
         """Slots for the blocks of a layer group that are full once the step has run, from the first one that the store may lack.
@@ -382,7 +359,7 @@ class StoreSchedulerSide:
         if request.cache.no_store or (load is not None and load.from_back):
             return None
         num_filled = (item.num_computed_tokens + item.num_scheduled_tokens) // self._block_tokens
-        group, saved = self._groups[number], state.saved[number]
+        group, saved = self._groups.groups[number], state.saved[number]
         num_full = min(num_filled, len(request.block_hashes)) // group.span
         link = self._session.link
         if link is None:
@@ -391,10 +368,8 @@ class StoreSchedulerSide:
         if num_full <= saved.num_offered:
             return None
         saved.num_offered = num_full
-        first = saved.num_saved
-        if not group.is_full:
-            needed = group.needed(first * group.span, num_full * group.span)
-            first = _first_with_pages(self._tables(item.block_ids)[number], needed)
+        table = self._groups.tables(item.block_ids)[number]
+        first = self._groups.first_to_save(number, table, saved.num_saved, num_full)
         keys = group.keys(request.block_hashes, range(first, num_full))
         parent = request.block_hashes[first * group.span - 1] if first and group.is_full else b""
         grant = self._reserve(link, number, keys, parent, request.cache, request.cache.ttl_s) if keys else None
@@ -438,7 +413,7 @@ class StoreSchedulerSide:
         self, link: Link, item: ScheduledRequest, number: int, first: int, keys: list[bytes], grant: Reserved
     ) -> SaveJob:
         """`keys` are those of the request's blocks of the group from `first` on."""
-        table = self._tables(item.block_ids)[number]
+        table = self._groups.tables(item.block_ids)[number]
         request, num_held = item.request, _num_not_declined(grant.statuses)
         granted = [i for i in range(num_held) if grant.statuses[i] == KeyStatus.GRANTED]
         moves = tuple(
@@ -506,7 +481,7 @@ class StoreSchedulerSide:
         """R7. Its own saves that are under way hold nothing yet; those behind the prompt do not matter."""
         if state.pin is None:
             return
-        num_blocks = [len(state.pin.keys) // group.span for group in self._groups]
+        num_blocks = [len(state.pin.keys) // group.span for group in self._groups.groups]
         if any(saved.num_saved < wanted for saved, wanted in zip(state.saved, num_blocks, strict=True)):
             return
         saves = [self._saves[job_id] for job_id in state.save_job_ids]
@@ -519,11 +494,11 @@ class StoreSchedulerSide:
             return
         state.follow_boot(link.boot_id)
         if not state.pinned:
-            parts = self._parts(list(pin.keys), 0, len(pin.keys), ())
+            parts = self._groups.of_prefix(list(pin.keys), 0, len(pin.keys))
             pinned = [self._pin_part(link, part, pin.pin_s) == len(part.keys) for part in parts]
             state.pinned = all(pinned)
 
-    def _pin_part(self, link: Link, part: _Part, pin_s: float) -> int | None:
+    def _pin_part(self, link: Link, part: GroupPart, pin_s: float) -> int | None:
         return self._session.ask(link, lambda client, link: client.pin(link.namespaces[part.group], part.keys, pin_s))
 
     # --- loading -------------------------------------------------------------------------------------------------------
@@ -554,20 +529,14 @@ class StoreSchedulerSide:
     def _price(self, request: Request) -> float:
         return min(_MAX_PRICE, _PRICE_OF_ANOTHER * self._times.num_others(request.request_id))
 
-    def _match_groups(self, link: Link, keys: list[bytes], first: int, length: int) -> int:
-        """How much of a prefix of `length` that the leader has, or nobody was asked about, all groups support."""
-        return longest_prefix(
-            self._groups, first, length, _StoreLookup(self._session, link, self._groups, self._leader, keys)
-        )
-
     def _prefetch_if_waiting(self, state: RequestState, link: Link, keys: list[bytes]) -> None:
         """R6."""
         if state.prefetch is Prefetch.DUE:
-            for part in self._parts(keys, state.offer.first_block, len(keys), ()):
+            for part in self._groups.of_prefix(keys, state.offer.first_block, len(keys)):
                 self._prefetch(link, part)
         state.prefetch = Prefetch.DUE if state.prefetch is Prefetch.NOT_DUE else Prefetch.SENT
 
-    def _prefetch(self, link: Link, part: _Part) -> None:
+    def _prefetch(self, link: Link, part: GroupPart) -> None:
         self._session.ask(
             link,
             lambda client, link: client.prefetch(
@@ -617,8 +586,9 @@ class StoreSchedulerSide:
                     link, partial(_release, lease_id=lease_id, outcome=outcome, num_loaded=num_loaded, seconds=seconds)
                 )
 
-    def _tables(self, block_ids: PageTables) -> Sequence[Sequence[int]]:
-        return cast("Sequence[Sequence[int]]", (block_ids,) if self._is_one_group else block_ids)
+    def _leading(self, link: Link) -> bytes:
+        """The namespace that a request is planned and counted in."""
+        return link.namespaces[self._groups.leader or 0]
 
     def _load_span(self, request: Request, at_s: float) -> Span | None:
         """From Acquire until the worker's report, if the request is traced."""
@@ -649,9 +619,7 @@ class StoreSchedulerSide:
         """One Report of this engine's speeds, at most every REPORT_INTERVAL_S, to a sidecar that plans with them."""
         link = self._planning_link
         if link is self._session.link is not None and (speeds := self._times.take_due()) is not None:
-            self._session.ask(
-                link, lambda client, link: client.report(link.namespaces[self._leader or 0], **speeds._asdict())
-            )
+            self._session.ask(link, lambda client, link: client.report(self._leading(link), **speeds._asdict()))
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -659,7 +627,7 @@ class StoreSchedulerSide:
             keys = tuple(request.block_hashes[: request.num_prompt_tokens // self._block_tokens])
             pin_s = request.cache.pin_s
             state = RequestState(PinWish(keys, pin_s) if pin_s and keys else None)
-            state.saved = [SavedBlocks() for _ in self._groups]
+            state.saved = [SavedBlocks() for _ in self._groups.groups]
             self._requests[request.request_id] = state
         return state
 
@@ -669,42 +637,8 @@ class StoreSchedulerSide:
             del self._requests[request_id]
 
 
-class _StoreLookup:
-    """layer_groups.Lookup for a sequence of `keys` whose leading group has been asked."""
-
-    def __init__(
-        self, session: StoreSession, link: Link, groups: Sequence[LayerGroup], leader: int | None, keys: list[bytes]
-    ) -> None:
-        self._session, self._link, self._groups, self._leader, self._keys = session, link, groups, leader, keys
-
-    def has_run(self, group: int, blocks: range) -> bool:
-        """See Lookup. One Match."""
-        if group == self._leader or not blocks:
-            return True
-        match = self._ask(group, blocks, each=False)
-        return match is not None and match.num_blocks == len(blocks)
-
-    def tiers(self, group: int, blocks: range) -> bytes:
-        """See Lookup. One Match."""
-        if group == self._leader:
-            return bytes(len(blocks))
-        match = self._ask(group, blocks, each=True)
-        return bytes([NOWHERE]) * len(blocks) if match is None else match.tiers
-
-    def _ask(self, group: int, blocks: range, *, each: bool) -> Match | None:
-        keys, namespace = self._groups[group].keys(self._keys, blocks), self._link.namespaces[group]
-        return self._session.ask(
-            self._link, lambda client, _: client.match(namespace, keys, further_group=True, each=each)
-        )
-
-
 def _release(client: Client, _: Link, *, lease_id: int, outcome: int, num_loaded: int, seconds: float) -> None:
     client.release(lease_id, outcome, num_loaded=num_loaded, seconds=seconds)
-
-
-def _first_with_pages(table: Sequence[int], blocks: range) -> int:
-    """The first of these from which on the engine has a page for all."""
-    return next((block + 1 for block in reversed(blocks) if table[block] == NO_PAGE), blocks.start)
 
 
 def _wire_name(request: Request) -> str:
