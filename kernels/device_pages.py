@@ -10,6 +10,7 @@ behind a save. A copy begins after all that the engine has queued so far, and th
 Which way the bytes go (device_moves.py), and how many layers are worth a call, is measured at the start on the device itself.
 """
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,7 @@ class DevicePages:
         layout_nbytes = self.page_nbytes
         count = max(1, min(_MEASURED_BLOCKS, self.num_pages, _MEASURED_BYTES // layout_nbytes))
         row = -(-layout_nbytes // 4096) * 4096
-        memory = np.zeros(count * row, np.uint8)
+        memory = np.frombuffer(mmap.mmap(-1, count * row), np.uint8)  # pages of its own, as an arena's
         blocks = [memory[at : at + layout_nbytes] for at in range(0, count * row, row)]
         before = [[view[:count].clone() for view in planes] for planes in self._pages.views]
         measured = {

@@ -5,7 +5,8 @@ A quantised block has one scale for each tile, the [tokens, dims] of one layer, 
 
     scale = max |x| / top      stored = round(x * (top / max |x|))      read = stored * scale      top: 448 (fp8 e4m3), 127 (int8)
 
-all in float32, rounded to nearest, ties to even. How far what is read may be from x, beside the rounding to the page's own type:
+all in float32, rounded to nearest, ties to even. How far what is read may be from x, beside the rounding of float32 and of
+the page's own type:
 
     fp8 e4m3    |x| / 16, and max |x| / 458,752 near zero (half a step of the smallest numbers)
     int8        max |x| / 254

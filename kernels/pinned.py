@@ -40,21 +40,34 @@ class CudaHostMemory:
     """See HostMemory, of `device`."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore] # torch's gap
         self.reached_by_kernels = _kernels_reach_host_addresses(device)
 
     def register(self, address: int, nbytes: int) -> bool:
         """See HostMemory."""
-        error = self._cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
-        if int(error):
-            logger.warning("memory not page-locked nbytes=%d reason=%s", nbytes, self._cudart.cudaGetErrorString(error))
+        with torch.cuda.device(self._device):  # another thread's would be the first GPU, and cost memory there
+            error = self._cudart.cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)
+            if int(error):
+                reason = self._cudart.cudaGetErrorString(error)
+                logger.warning("memory not page-locked nbytes=%d reason=%s", nbytes, reason)
+                self._forget_error()
         return not int(error)
 
     def unregister(self, address: int) -> None:
         """See HostMemory."""
-        error = self._cudart.cudaHostUnregister(address)
-        if int(error):
-            logger.warning("memory stays page-locked reason=%s", self._cudart.cudaGetErrorString(error))
+        with torch.cuda.device(self._device):
+            error = self._cudart.cudaHostUnregister(address)
+            if int(error):
+                logger.warning("memory stays page-locked reason=%s", self._cudart.cudaGetErrorString(error))
+                self._forget_error()
+
+    def _forget_error(self) -> None:
+        """The runtime keeps a thread's last error for whoever asks next, which is torch after its next kernel."""
+        try:
+            torch.zeros(1, device=self._device)
+        except RuntimeError as err:
+            logger.debug("error taken back: %s", err)
 
 
 class PinnedMemory:
@@ -72,8 +85,9 @@ class PinnedMemory:
         return self._memory.reached_by_kernels
 
     def pin(self, block: npt.NDArray[np.uint8]) -> bool:
-        """Page-lock the memory around `block`, a slice of a larger array (the arena). False: it is not page-locked, since it is
-        by itself, lies across two pieces, or the system does not let us; copies of it work, but take longer."""
+        """Page-lock the memory around `block`, a slice of a larger array that begins a mapping (the arena). False: it is not
+        page-locked, since it is by itself, lies across two pieces, or the system does not let us; copies of it work, but
+        take longer."""
         whole = block.base
         if not isinstance(whole, np.ndarray) or not whole.flags.c_contiguous:
             return False

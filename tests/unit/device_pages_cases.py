@@ -6,6 +6,7 @@ As a program it checks all in the interpreter and prints a line of JSON for each
 
 import itertools
 import json
+import mmap
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -48,11 +49,10 @@ def memory_of(device: str) -> HostMemory | None:
 
 
 def new_blocks(nbytes: int, count: int, seed: int | None = None) -> list[np.ndarray]:
-    """Slices of one array, as of an arena: 256 bytes apart at least."""
+    """Slices of one mapping, as of an arena."""
     row = -(-nbytes // 256) * 256
-    memory = np.zeros(count * row + 256, np.uint8)
-    start = -memory.ctypes.data % 256
-    blocks = [memory[start + i * row : start + i * row + nbytes] for i in range(count)]
+    memory = np.frombuffer(mmap.mmap(-1, count * row), np.uint8)
+    blocks = [memory[i * row : i * row + nbytes] for i in range(count)]
     if seed is not None:
         rng = np.random.default_rng(seed)
         for block in blocks:
