@@ -92,6 +92,7 @@ class _Job:
     block_hashes: Sequence[bytes]
     num_tokens: int  # one more than the blocks have, since the last token's block is never loaded
     started_s: float
+    num_loading: int = 0  # chunks that the store still had when they were to be loaded, from the first on
     written: bool = True
     cache = CacheOptions()
     tail_hash = b""
@@ -214,9 +215,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
         """See SecondaryTierManager. Begins at the end of the step: one Match, and one Acquire."""
         job = self._add(job_metadata)
         num_tokens = self._leases.get_num_new_matched_tokens(job, 0)
+        job.num_loading = num_tokens // self._block_tokens
         self._leases.update_state_after_alloc(job, job.chunk_ids, num_tokens)
         if not num_tokens:
-            self._end_load(job, frozenset(job.chunk_ids))
+            self._end_load(job, frozenset())
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
         """See SecondaryTierManager. Called every step, after submissions."""
@@ -283,10 +285,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
     def _end_load(self, job: _Job, failed_chunk_ids: Collection[int]) -> None:
         """What failed is a miss for this request, or vLLM would ask for it for ever."""
         keys = list(job.transfer.keys)
-        failed = {key for key, chunk_id in zip(keys, job.chunk_ids, strict=True) if chunk_id in failed_chunk_ids}
+        good = {chunk_id for chunk_id in job.chunk_ids[: job.num_loading] if chunk_id not in failed_chunk_ids}
+        failed = {key for key, chunk_id in zip(keys, job.chunk_ids, strict=True) if chunk_id not in good}
         self._found.setdefault(job.transfer.req_context.req_id, {}).update(dict.fromkeys(failed, False))
-        good = tuple(key for key in keys if key not in failed)
-        self._end(job, JobResult(job.transfer.job_id, not failed, good or None), len(good))
+        loaded = tuple(key for key in keys if key not in failed)
+        self._end(job, JobResult(job.transfer.job_id, not failed, loaded or None), len(loaded))
 
     def _end_store_when_done(self, job: _Job) -> None:
         if not self._leases.has_pending(job.request_id):

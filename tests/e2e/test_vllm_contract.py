@@ -11,6 +11,7 @@ import torch
 from vllm_stub import CONTRACT, FullAttentionSpec, KVConnectorRole, parameters, vllm_stubbed
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.keys import HashScheme, KVSpec
 from kvstore.kernels.host_pages import host_pages
 
 DEADLINE_S = 10.0
@@ -286,6 +287,125 @@ def test_an_engine_that_is_not_served_is_refused_in_a_sentence(modules, sidecar,
         ConfigError, match=r"pipeline_parallel_size: 2 is not served by the kvstore connector; it needs 1$"
     ):
         Replay(modules, config_for(sidecar.socket, tmp_path, pipeline=2), sidecar.socket)
+
+
+# --- the tier ------------------------------------------------------------------------------------------------------------
+
+CHUNK_NBYTES = 4096
+KEYS = [bytes([i]) * 32 + bytes(4) for i in range(1, 5)]
+
+
+class Tier:
+    """A tier over a pool of 8 chunks, stepped by hand."""
+
+    def __init__(self, modules, socket, engine_id):
+        module = modules["vllm_tier"]
+        self.result = modules["vllm_tier"].LookupResult
+        scheme = HashScheme(algorithm="engine:vllm-sha256", digest_nbytes=32, block_tokens=32)
+        spec = KVSpec(
+            weights="tier",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            dtype="float32",
+            block_tokens=32,
+            hash=scheme,
+            page_format="opaque:vllm-test",
+            stored_format="opaque:vllm-test",
+            opaque_block_nbytes=CHUNK_NBYTES,
+        )
+        module._specs[engine_id] = spec
+        config = SimpleNamespace(
+            engine_id=engine_id,
+            cache=SimpleNamespace(blocks_per_chunk=1),
+            canonical_layout=False,
+            kv_cache_layout="LBHNC",
+            parallel=SimpleNamespace(tp_size=1),
+        )
+        self.pool = np.zeros((8, CHUNK_NBYTES), np.int8)
+        self.tier = module.KVStoreTier(
+            SimpleNamespace(config=config), memoryview(self.pool), "KVStoreTier", socket=str(socket)
+        )
+        self.request = SimpleNamespace(req_id="r")
+        self.num_jobs = 0
+
+    def lookup(self, keys):
+        """Of a request: once more after the step, as vLLM does."""
+        first = [self.tier.lookup(key, self.request) for key in keys]
+        self.tier.on_schedule_end(None)
+        assert set(first) <= {self.result.RETRY, self.result.MISS, self.result.HIT}
+        return [self.tier.lookup(key, self.request).name for key in keys]
+
+    def job(self, submit, keys, chunk_ids):
+        self.num_jobs += 1
+        chunk_ids = np.array(chunk_ids, np.int32)
+        submit(SimpleNamespace(job_id=self.num_jobs, keys=keys, chunk_ids=chunk_ids, req_context=self.request))
+        until_s = time.monotonic() + DEADLINE_S
+        while True:
+            self.tier.on_schedule_end(None)
+            if done := list(self.tier.get_finished_jobs()):
+                (result,) = done
+                return result
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def tiers(modules, sidecar):
+    made = [Tier(modules, sidecar.socket, name) for name in ("first", "second")]
+    yield made
+    for each in made:
+        each.tier.shutdown()
+
+
+def test_chunks_of_one_pool_are_found_and_loaded_into_another(tiers):
+    first, second = tiers
+    first.pool[2:5] = [[1], [2], [3]]
+
+    assert first.lookup(KEYS[:3]) == ["MISS"] * 3
+    assert first.job(first.tier.submit_store, KEYS[:3], [2, 3, 4]).success
+    assert second.lookup(KEYS) == ["HIT", "HIT", "HIT", "MISS"]
+    result = second.job(second.tier.submit_load, KEYS[:3], [7, 0, 5])
+
+    assert result.success
+    assert second.pool[[7, 0, 5], 0].tolist() == [1, 2, 3]
+    assert second.pool[[7, 0, 5], -1].tolist() == [1, 2, 3]
+    assert not second.pool[[1, 2, 3, 4, 6]].any()
+
+
+@pytest.mark.parametrize("num_left", [0, 2])
+def test_what_is_gone_when_it_is_to_be_loaded_is_named_and_a_miss_from_then_on(tiers, sidecar, num_left):
+    """vLLM would take its chunk for good, or look it up and load it for ever."""
+    first, second = tiers
+    first.pool[:3] = [[1], [2], [3]]
+    first.job(first.tier.submit_store, KEYS[:3], [0, 1, 2])
+    assert second.lookup(KEYS[:3]) == ["HIT"] * 3
+    link = first.tier._session.link
+    first.tier._session.ask(link, lambda client, link: client.drop(link.namespace, [KEYS[num_left][:32]]))
+
+    result = second.job(second.tier.submit_load, KEYS[:3], [0, 1, 2])
+
+    assert not result.success
+    assert list(result.successful_keys or ()) == KEYS[:num_left]
+    assert second.pool[:, 0].tolist() == [1, 2, 3][:num_left] + [0] * (8 - num_left)
+    assert [second.tier.lookup(key, second.request).name for key in KEYS[num_left:3]] == ["MISS"] * (3 - num_left)
+
+
+def test_without_a_sidecar_all_is_a_miss_and_no_job_waits(tiers, sidecar):
+    first, _ = tiers
+    sidecar.kill()
+
+    assert first.lookup(KEYS) == ["MISS"] * 4
+    first.job(first.tier.submit_store, KEYS[:1], [0])
+    assert not first.job(first.tier.submit_load, KEYS[:1], [0]).success
+
+
+def test_after_a_reset_nothing_from_before_is_found(tiers):
+    first, _ = tiers
+    first.job(first.tier.submit_store, KEYS[:1], [0])
+    first.tier.reset()
+
+    assert first.lookup(KEYS[:1]) == ["MISS"]
 
 
 # --- a GPU's pages, as far as no GPU is needed ----------------------------------------------------------------------------
