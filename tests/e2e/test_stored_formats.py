@@ -8,6 +8,7 @@ import torch
 from engines import BLOCK, GREEDY, Bench, Engine, SplitEngine
 from sidecar_process import SidecarProcess, connected, running_sidecar, tool, wait_until
 
+from kvstore.cli import engine as engine_cli
 from kvstore.core.keys import QUANTISATIONS
 from kvstore.kernels.block_part import QUANTISED
 
@@ -63,6 +64,14 @@ def test_a_loaded_page_is_as_near_as_its_format_promises(
     bound = (relative + PAGE_ROUNDING) * ours.abs() + (of_tile + PAGE_ROUNDING / 100) * largest
     assert ((ours - theirs).abs() <= bound).all()
     assert not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("flag", "quantisation"), [("fp8", "fp8_e4m3"), ("int8", "int8"), ("same", "")])
+def test_the_servers_flag_says_the_format(bench: Bench, flag: str, quantisation: str) -> None:
+    context = engine_cli.serve.make_context("serve", [str(bench.model), "--no-store", "--kv-store-format", flag])
+
+    with engine_cli._open_llm(context.params, bench.model, None) as llm:
+        assert llm.spec.quantisation == quantisation
 
 
 def test_formats_never_meet_and_hello_says_what_differs(bench: Bench, sidecar: SidecarProcess) -> None:
