@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from device_pages_cases import CHECKS, AllMemory, new_blocks
-from pack_cases import LAYERS, Case, Shape
+from pack_cases import LAYERS, Case, Shape, tensor_of
 
+from kvstore.engine_connector.protocol import BatchedPages
 from kvstore.kernels.block_part import BlockPart
 from kvstore.kernels.pinned import PinnedMemory
 from kvstore.kernels.way_choice import Choice, Measured
@@ -40,6 +41,20 @@ def problems(interpreter_env) -> dict[str, str]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_device_pages_do_as_they_promise(problems, name):
     assert not problems[name]
+
+
+def test_they_are_what_a_worker_side_gives_many_blocks_at_once():
+    from kvstore.kernels.device_pages import DevicePages
+
+    pages = Case("packed", Shape(2, 4, 16), "float16", "").pages(seed=1)
+    copies = DevicePages(pages, memory=AllMemory())
+    blocks = new_blocks(copies.page_nbytes, 2)
+
+    copies.copy_out_blocks([3, 0], blocks, range(LAYERS))  # as runs of bytes: no kernel
+
+    assert isinstance(copies, BatchedPages)
+    assert copies.ways[0] == "runs"
+    assert [block.tobytes() for block in blocks] == [tensor_of(pages)[page].numpy().tobytes() for page in (3, 0)]
 
 
 # --- the order of a ring: what one stream does to a slot comes after what another did to it before ------------------------
