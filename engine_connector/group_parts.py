@@ -25,13 +25,13 @@ class GroupParts:
     def __init__(self, groups: Sequence[LayerGroup]) -> None:
         assert groups
         self.groups = tuple(groups)
-        self.is_one = len(groups) == 1
         self.leader = next((i for i, group in enumerate(groups) if group.is_full), None)
+        self.is_plain = len(groups) == 1 and self.leader == 0  # any prefix of a hit is a hit
         self.alignment = math.lcm(*(group.span for group in groups))
 
     def tables(self, block_ids: PageTables) -> Sequence[Sequence[int]]:
         """One for each group."""
-        return cast("Sequence[Sequence[int]]", (block_ids,) if self.is_one else block_ids)
+        return cast("Sequence[Sequence[int]]", (block_ids,) if len(self.groups) == 1 else block_ids)
 
     def of_prefix(
         self, keys: list[bytes], first: int, last: int, tables: Sequence[Sequence[int]] = ()

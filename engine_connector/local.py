@@ -34,8 +34,8 @@ def open_connector(
     session.start()
     scheduler = StoreSchedulerSide(
         session,
-        block_tokens=spec.hash.block_tokens if others else spec.block_tokens,
-        groups=[LayerGroup.of(each) for each in (spec, *others)] if others else (LayerGroup(),),
+        block_tokens=spec.hash.block_tokens,
+        groups=[LayerGroup.of(each) for each in (spec, *others)],
         clock=MonotonicClock(),
         hand_over=hand_over,
         fetch=policy,

@@ -263,6 +263,7 @@ class LoadJob:
     meet_block: int | None = None  # likewise: where front and back are expected to meet
     expected_s: float = 0.0  # likewise: from start_load until the blocks behind meet_block are there
     group: int = 0  # layer group; a request has one load in each that needs blocks, all in one metadata
+    whole: bool = False  # a block that fails, in whatever group, fails all of the request's
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,15 +88,15 @@ class StoreSchedulerSide:
         tracer: Tracer | None = None,
     ) -> None:
         """`block_tokens`: of one of a request's hashes. `chunk_tokens`: what the engine computes of a prompt at a time; 0: all,
-        or not known. `tracer` is the caller's. Raises ConfigError for a hand-over of several layer groups."""
+        or not known. `tracer` is the caller's. Raises ConfigError for a hand-over of other layer groups than a full one."""
         assert block_tokens > 0
-        if hand_over is not None and len(groups) > 1:
+        self._groups = GroupParts(groups)
+        if hand_over is not None and not self._groups.is_plain:
             raise ConfigError(
-                f"hand_over: {hand_over} with {len(groups)} layer groups; tails are handed over for models of one group",
+                f"hand_over: {hand_over} with {len(groups)} layer groups; it is for models of one, with full attention",
                 field="hand_over",
                 value=str(hand_over),
             )
-        self._groups = GroupParts(groups)
         self._tracer = tracer
         self._fetch = fetch
         self._chunk_tokens = chunk_tokens
@@ -153,7 +153,7 @@ class StoreSchedulerSide:
         last = match.num_blocks
         if match.plan is not None:
             last = min(last, first + match.plan.num_blocks)
-        if not self._groups.is_one:
+        if not self._groups.is_plain:
             last = self._groups.longest_prefix(self._session, link, keys, first, last)
         if any(match.tiers[first:last]):
             self._prefetch_if_waiting(state, link, keys[:last])
@@ -179,7 +179,7 @@ class StoreSchedulerSide:
         short = [grant is None or grant.num_blocks < len(part.keys) for part, grant in zip(parts, grants, strict=True)]
         granted = [grant.lease_id for grant in grants if grant is not None and grant.lease_id]
         pages = tuple(page for part in parts for page in part.pages)
-        if not granted or (any(short) and not self._groups.is_one):
+        if not granted or (any(short) and not self._groups.is_plain):
             self._release(PendingLoad(tuple(granted), boot_id, ()), CANCELLED)
             state.load = PendingLoad((), boot_id, pages, started_s, span=span)
             self._new_loads.append(LoadJob(request.request_id, 0, boot_id, (), self._load_deadline_s, pages))
@@ -222,7 +222,16 @@ class StoreSchedulerSide:
         if plan is not None and not plan.both_ends and plan.deadline_s > 0:
             deadline_s = min(deadline_s, plan.deadline_s)
         lost = part.pages[num_granted:]
-        return LoadJob(request.request_id, grant.lease_id, boot_id, moves, deadline_s, lost, group=part.group)
+        return LoadJob(
+            request.request_id,
+            grant.lease_id,
+            boot_id,
+            moves,
+            deadline_s,
+            lost,
+            group=part.group,
+            whole=not self._groups.is_plain,
+        )
 
     def tiers_of(self, request: Request) -> bytes:
         """Numbers of the tiers (core.plans.TIERS) of the blocks behind those on the engine, as the last match found them."""
@@ -230,7 +239,7 @@ class StoreSchedulerSide:
 
     def use_both_ends(self, chunk_tokens: int) -> None:
         """See protocol.BothEndsScheduler."""
-        self._uses_both_ends, self._chunk_tokens = self._groups.is_one, chunk_tokens
+        self._uses_both_ends, self._chunk_tokens = self._groups.is_plain, chunk_tokens
 
     def fill_from_back(self, request: Request) -> bool:
         """See protocol.BothEndsScheduler."""
@@ -257,7 +266,7 @@ class StoreSchedulerSide:
         load, job = self._state(request).load, self._new_loads[-1]
         assert load is not None
         assert job.request_id == request.request_id
-        load.by_layers = self._groups.is_one and load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
+        load.by_layers = self._groups.is_plain and load.in_ram and len(job.moves) >= MIN_BLOCKS_BY_LAYERS
         self._new_loads[-1] = replace(job, by_layers=load.by_layers)
         return load.by_layers
 

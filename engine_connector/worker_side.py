@@ -87,6 +87,7 @@ _STOP_DEADLINE_S = 5.0
 
 class _Loaded(NamedTuple):
     request_id: str
+    whole: bool
     block_ids: tuple[int, ...]
     failed_block_ids: tuple[int, ...]
     nbytes: int
@@ -247,18 +248,18 @@ class StoreWorkerSide:
         )
 
     def _whole(self, report: _Loaded) -> _Loaded | None:
-        """The report of a request's load, once that of its last layer group has come. A hit is whole or nothing to an engine with
-        several: a shorter one would need other blocks of its windows."""
+        """The report of a request's load, once that of its last layer group has come."""
         parts = self._parts.setdefault(report.request_id, [])
         parts.append(report)
         if len(parts) < self._num_jobs[report.request_id]:
             return None
         del self._parts[report.request_id], self._num_jobs[report.request_id]
-        if len(parts) == 1:
+        if not report.whole:
             return report
         block_ids = tuple(block_id for part in parts for block_id in part.block_ids)
         return _Loaded(
             report.request_id,
+            True,
             block_ids,
             block_ids if any(part.failed_block_ids for part in parts) else (),
             sum(part.nbytes for part in parts),
@@ -404,6 +405,7 @@ class StoreWorkerSide:
         self._reports.put(
             _Loaded(
                 job.request_id,
+                job.whole,
                 (*(move.block_id for move in job.moves), *job.lost_block_ids),
                 failed,
                 load.num_copied * self._page_nbytes(job),

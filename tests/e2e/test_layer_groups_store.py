@@ -17,6 +17,7 @@ MODELS = {
     "window first": ["window:40", "full"],
     "two windows": ["full", "window:20", "window:70"],
     "state": ["full", "state"],
+    "one window": ["window:40"],
     "window and state, nothing full": ["window:40", "state"],
 }
 
@@ -158,6 +159,27 @@ def test_a_block_that_went_fails_the_whole_load(sidecar: SidecarProcess) -> None
         other.finish(again, tables)
         assert look.stats().num_leases == 0
         assert other.serve(other.request("third", request.token_ids)) == 16
+
+
+def test_a_load_of_one_window_is_whole_or_nothing(sidecar: SidecarProcess) -> None:
+    specs = [spec("window:40", weights="one window lost")]
+    with (
+        open_engine(sidecar.socket, specs) as engine,
+        open_engine(sidecar.socket, specs) as other,
+        tool(sidecar) as look,
+    ):
+        request = engine.request("r", list(range(16 * BLOCK + 1)))
+        engine.serve(request)
+        again = other.request("again", request.token_ids)
+        assert other.match(again) == 16
+        look.drop(specs[0].namespace(), [request.hashes[15]])
+        tables = other.tables(again, 16)
+
+        told = other.load(again, 16, tables)
+
+        assert told.failed_block_ids == {page for page in tables[0] if page >= 0}
+        assert look.stats().num_leases == 0
+        other.finish(again, tables)
 
 
 def test_windows_are_pinned_with_the_rest(tmp_path: Path) -> None:

@@ -179,7 +179,10 @@ def grouped(pages: Pages, window: WindowPages) -> Iterator[Worker]:
 
 def load_both(worker: Worker, first: tuple[BlockMove, ...], second: tuple[BlockMove, ...]) -> None:
     """The loads of one request, in each layer group."""
-    jobs = [LoadJob("r", i + 1, worker.boot_id, moves, DEADLINE_S, group=i) for i, moves in enumerate((first, second))]
+    jobs = [
+        LoadJob("r", i + 1, worker.boot_id, moves, DEADLINE_S, group=i, whole=True)
+        for i, moves in enumerate((first, second))
+    ]
     worker.side.start_load(ConnectorMetadata(loads=tuple(jobs)))
 
 
@@ -212,6 +215,16 @@ def test_a_load_that_fails_in_one_group_has_failed_in_all(grouped: Worker, lost_
     while not output.finished_loading:
         output = grouped.output()
     assert (output.finished_loading, output.failed_block_ids) == ({"r"}, {3, 5})
+
+
+def test_a_load_that_is_whole_or_nothing_keeps_nothing_of_a_part(worker: Worker) -> None:
+    """As of the only group of a model all of whose layers have windows."""
+    moves = worker.moves(p3=0, p4=1)
+    worker.reuse(1)
+
+    worker.side.start_load(ConnectorMetadata(loads=(LoadJob("r", 1, worker.boot_id, moves, DEADLINE_S, whole=True),)))
+
+    assert worker.output().failed_block_ids == {3, 4}
 
 
 def test_a_save_reads_the_pages_of_its_group(grouped: Worker, pages: Pages, window: WindowPages) -> None:
