@@ -4,7 +4,7 @@ import gc
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from pack_cases import LAYERS, Case, Shape, tensor_of
 
 from kvstore.engine_connector.protocol import BatchedPages
 from kvstore.kernels.block_part import BlockPart
-from kvstore.kernels.pinned import PinnedMemory
+from kvstore.kernels.pinned import CudaHostMemory, PinnedMemory
 from kvstore.kernels.way_choice import Choice, Measured
 
 pytest.importorskip("triton", reason="triton is installed on Linux only")
@@ -197,6 +197,44 @@ def test_memory_across_two_pieces_by_itself_or_refused_is_not_page_locked():
     del memory
     gc.collect()
     assert refusing.registered == {}
+
+
+class Cudart:
+    """torch.cuda.cudart() of a system that page-locks so many bytes. Names and order of arguments are the runtime's."""
+
+    def __init__(self, most_nbytes: int) -> None:
+        self.most_nbytes, self.locked = most_nbytes, {}
+
+    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 3, "portable and mapped"
+        if size > self.most_nbytes:
+            return 2
+        self.locked[ptr] = size
+        return 0
+
+    def cudaHostUnregister(self, ptr: int) -> int:  # noqa: N802
+        return 0 if self.locked.pop(ptr, None) else 713
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return f"error {error}"
+
+
+def test_a_system_that_does_not_page_lock_is_believed_and_said_once(monkeypatch, caplog):
+    cudart = Cudart(most_nbytes=PIECE)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    system, memory = CudaHostMemory(torch.device("cpu")), arena(2 * PIECE)
+
+    small, large = PinnedMemory(system, piece_nbytes=PIECE), PinnedMemory(system, piece_nbytes=2 * PIECE)
+
+    assert small.pin(memory[8:16])
+    assert [large.pin(memory[8:16]), large.pin(memory[PIECE:])] == [False, False]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"memory not page-locked nbytes={2 * PIECE} reason=error 2"
+    ]
+    del memory
+    gc.collect()
+    assert cudart.locked == {}
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------------
