@@ -258,14 +258,14 @@ class StoreWorkerSide:
             return report
         block_ids = tuple(block_id for part in parts for block_id in part.block_ids)
         return _Loaded(
-            report.request_id,
-            True,
-            block_ids,
-            block_ids if any(part.failed_block_ids for part in parts) else (),
-            sum(part.nbytes for part in parts),
-            sum(part.copying_s for part in parts),
-            max(part.seconds for part in parts),
-            None,
+            request_id=report.request_id,
+            whole=True,
+            block_ids=block_ids,
+            failed_block_ids=block_ids if any(part.failed_block_ids for part in parts) else (),
+            nbytes=sum(part.nbytes for part in parts),
+            copying_s=sum(part.copying_s for part in parts),
+            seconds=max(part.seconds for part in parts),
+            filled_from=None,
         )
 
     def close(self) -> None:
