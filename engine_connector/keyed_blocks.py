@@ -2,6 +2,7 @@
 it (SGLang's HiCache). Engines that schedule loads and saves as part of their steps use the two sides instead.
 
     count_held   Match; Prefetch for what lies on drives            how many of the keys, from the first one on
+    held_each    Match                                             which of them
     load         Acquire -> copy each block as it arrives -> Release   likewise
     save         Reserve -> copy -> Commit, or Abort                   likewise
 
@@ -25,6 +26,7 @@ from kvstore.client_arena import Arrival, arrival_of
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.limits import ARRIVAL_POLL_S, LOAD_DEADLINE_S, SLOT_ALIGN_BYTES
+from kvstore.core.plans import NOWHERE
 from kvstore.engine_connector.session import Link, StoreSession
 from kvstore.proto.kvstore_pb2 import FAILED, LOADED
 
@@ -54,23 +56,48 @@ class KeyedBlocks:
         self._calls: Counter[int] = Counter()  # under way, by the number of their link
         self._settled = 0  # number of the last link whose sidecar knows that calls of links before it have ended
 
-    def count_held(self, namespace: bytes, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first one on, `load` would find. What lies on drives begins to be read."""
+    def count_held(self, namespace: bytes, keys: Sequence[bytes], *, further_group: bool = False) -> int:
+        """How many of `keys`, from the first one on, `load` would find. What lies on drives begins to be read.
+        `further_group`: of pages whose request is counted with those of another namespace; so in `load`."""
         with self._call() as link:
-            match = self._session.ask(link, lambda client, _: client.match(namespace, keys))
+            wire_id = str(next(self._request_ids))
+            match = self._session.ask(
+                link,
+                lambda client, _: client.match(namespace, keys, request_id=wire_id, further_group=further_group),
+            )
             if match is None:
                 return 0
             if any(match.tiers):  # not all in RAM
                 self._session.ask(link, lambda client, _: client.prefetch(namespace, keys[: match.num_blocks]))
             return match.num_blocks
 
-    def load(self, namespace: bytes, keys: Sequence[bytes], block_nbytes: int, copy_in: CopyBlock) -> int:
+    def held_each(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether the store has it here, whatever is before it. Of a further group, as above."""
+        with self._call() as link:
+            wire_id = str(next(self._request_ids))
+            match = self._session.ask(
+                link,
+                lambda client, _: client.match(namespace, keys, request_id=wire_id, further_group=True, each=True),
+            )
+            return [False] * len(keys) if match is None else [tier != NOWHERE for tier in match.tiers]
+
+    def load(
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        block_nbytes: int,
+        copy_in: CopyBlock,
+        *,
+        further_group: bool = False,
+    ) -> int:
         """Copy blocks to where the engine wants them; how many, from the first one on, are there. What `copy_in` has written
         for the others, if anything, is not to be used."""
         with self._call() as link:
             started_s = self._clock.now_s()
             wire_id = str(next(self._request_ids))
-            grant = self._session.ask(link, lambda client, _: client.acquire(wire_id, namespace, keys))
+            grant = self._session.ask(
+                link, lambda client, _: client.acquire(wire_id, namespace, keys, further_group=further_group)
+            )
             if link is None or grant is None or not grant.lease_id:
                 return 0
             num_loaded = 0

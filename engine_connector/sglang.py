@@ -50,9 +50,6 @@ LOAD_DEADLINE_S = 2.0
 """Of one call's pages, of which there are 128 at most. SGLang gives a whole prefetch 1 s and 0.25 s for each 1,024 tokens by
 default."""
 
-MAX_TRAILING_LOOKS = 32
-"""Prefix lengths at which the state of a Mamba or sliding-window pool is looked for, the longest first: a call each."""
-
 _LOADS, _SAVES = "loads", "saves"
 
 
@@ -165,22 +162,23 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,  # noqa: ARG002
     ) -> PoolTransferResult:
-        """The longest prefix that all pools can restore: some have every page, some (Mamba's state, a sliding window) the last
-        ones only. Where lengths are sparse, only the longest is named as restorable: fewer than there may be, none wrongly."""
+        """The longest prefix that all pools can restore, and every length that they can: some have each page, some (Mamba's
+        state, a sliding window) only some, of which a length needs as many last ones as the transfer has keys."""
         hashes = digests(keys)
-        hits = {KV_POOL: self._count_held(KV_POOL, hashes)}
-        trailing = []
+        num_pages = self._count_held(KV_POOL, hashes)
+        hits, restorable = {KV_POOL: num_pages}, set(range(1, num_pages + 1))
         for transfer in pool_transfers or []:
+            name, held = _name(transfer), hashes[:num_pages]
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                trailing.append(transfer)
+                lengths = self._lengths_with_window(name, held, max(1, len(transfer.keys or ())))
             elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                hits[_name(transfer)] = self._count_held(_name(transfer), hashes[: hits[KV_POOL]])
-        num_pages = min(hits.values())
-        if trailing:
-            num_pages = self._last_restorable(hashes[:num_pages], trailing)
-            hits |= {_name(transfer): num_pages for transfer in trailing}
-        restorable = [num_pages] if trailing and num_pages else None
-        return PoolTransferResult(num_pages, {name: found for name, found in hits.items() if found}, restorable)
+                lengths = set(range(1, self._count_held(name, held) + 1))
+            else:
+                continue  # says nothing of how long a prefix may be
+            hits[name] = max(lengths, default=0)
+            restorable &= lengths
+        found = {name: num_hits for name, num_hits in hits.items() if num_hits}
+        return PoolTransferResult(max(restorable, default=0), found, sorted(restorable))
 
     def batch_get_v2(
         self,
@@ -207,13 +205,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
             saved[transfer.name] = _leading(num_saved, keys)
         return saved
 
-    def _last_restorable(self, hashes: list[bytes], trailing: Sequence[PoolTransfer]) -> int:
-        """The greatest length at which each of these pools has as many last pages as it says it needs."""
-        for num_pages in range(len(hashes), max(0, len(hashes) - MAX_TRAILING_LOOKS), -1):
-            windows = [(_name(each), hashes[:num_pages][-max(1, len(each.keys or ())) :]) for each in trailing]
-            if all(self._count_held(name, window) == len(window) for name, window in windows):
-                return num_pages
-        return 0
+    def _lengths_with_window(self, name: str, hashes: list[bytes], num_last: int) -> set[int]:
+        """Lengths of a prefix whose last pages, as many or all, the pool has."""
+        pool = self._pools.get(name)
+        if pool is None or pool.blocks is None or not hashes:
+            return set()
+        (namespace,) = pool.namespaces  # only the pool of attention has shards
+        lengths, run = set(), 0
+        for length, is_held in enumerate(pool.blocks.held_each(namespace, hashes), 1):
+            run = run + 1 if is_held else 0
+            if run >= min(num_last, length):
+                lengths.add(length)
+        return lengths
 
     # --- single pages: SGLang's calls to backends without interface_v1, which copy twice --------------------------------------
 
@@ -284,8 +287,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         pool, num_pages = self._pools.get(name), len(hashes)
         if pool is None or pool.blocks is None:
             return 0
-        for namespace in pool.namespaces:
-            num_pages = pool.blocks.count_held(namespace, hashes[:num_pages]) if num_pages else 0
+        for shard, namespace in enumerate(pool.namespaces):
+            further = shard > 0 or name != KV_POOL
+            if num_pages:
+                num_pages = pool.blocks.count_held(namespace, hashes[:num_pages], further_group=further)
         return num_pages
 
     def _load(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> int:
@@ -293,7 +298,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     def _load_to(self, name: str, keys: list[str], pieces_of: "_PiecesOf") -> int:
         def load(blocks: KeyedBlocks, namespace: bytes, hashes: list[bytes], block_nbytes: int, pages: Pages) -> int:
-            return blocks.load(namespace, hashes, block_nbytes, copy_in(pages))
+            further = name != KV_POOL or namespace != self._pools[name].namespaces[0]
+            return blocks.load(namespace, hashes, block_nbytes, copy_in(pages), further_group=further)
 
         return self._move(_LOADS, name, keys, pieces_of, load)
 

@@ -120,8 +120,8 @@ class InProcessClient:
             return self._call("match", lambda store, _now_s: store.match_each(namespace, keys))
         match = self._call("match", lambda store, now_s: store.match(namespace, keys, now_s))
         self.match_wishes.append(wish)
-        self.match_names.append(named["request_id"])
-        self.traceparents.append(named["traceparent"])
+        self.match_names.append(named.get("request_id", ""))
+        self.traceparents.append(named.get("traceparent", ""))
         return match if wish is None or self.plan is None else match._replace(plan=self.plan, plan_id=1)
 
     def acquire(

@@ -85,6 +85,19 @@ def test_blocks_that_are_held_are_not_written_again(
     sidecar.check_no_lease()
 
 
+def test_which_keys_are_held_is_told_one_by_one(
+    open_blocks: Callable[[], KeyedBlocks], sidecar: InProcessSidecar
+) -> None:
+    blocks = open_blocks()
+    for i in (0, 2, 3):
+        blocks.save(SPACE, KEYS[i : i + 1], NBYTES, Memory(1).copy_out)
+
+    assert blocks.held_each(SPACE, KEYS[:5]) == [True, False, True, True, False]
+
+    sidecar.away = True
+    assert blocks.held_each(SPACE, KEYS[:5]) == [False] * 5
+
+
 def test_a_full_store_takes_the_first_ones(open_blocks: Callable[[], KeyedBlocks], sidecar: InProcessSidecar) -> None:
     blocks = open_blocks()
     capacity = sidecar.arena.array.nbytes // 4096  # a slot is at least a page of memory
