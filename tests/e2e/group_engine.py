@@ -99,8 +99,8 @@ class GroupEngine:
             instance=uuid.uuid4().bytes,
             role=pb.BOTH,
             specs=specs,
-            connect_deadline_s=5.0,
-            call_deadline_s=5.0,
+            connect_deadline_s=10.0,
+            call_deadline_s=10.0,
         )
         self.session = StoreSession(client)
         self.session.start()

@@ -61,7 +61,7 @@ class Rank:
 
     def __init__(self, socket: str, instance: bytes, rank: int, spec: KVSpec, part: Part) -> None:
         client = Client(
-            socket, instance=instance, role=pb.WORKER, rank=rank, connect_deadline_s=5.0, call_deadline_s=5.0
+            socket, instance=instance, role=pb.WORKER, rank=rank, connect_deadline_s=10.0, call_deadline_s=10.0
         )
         self.session = StoreSession(client)
         self.session.start()

@@ -109,7 +109,13 @@ class RankedEngine:
         self.spec, self.processes = spec, processes[: len(parts)]
         instance = uuid.uuid4().bytes
         client = Client(
-            str(path), instance=instance, role=pb.SCHEDULER, specs=[spec], want_arena=False, call_deadline_s=5.0
+            str(path),
+            instance=instance,
+            role=pb.SCHEDULER,
+            specs=[spec],
+            want_arena=False,
+            connect_deadline_s=10.0,
+            call_deadline_s=10.0,
         )
         self.session = StoreSession(client)
         self.session.start()
