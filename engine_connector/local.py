@@ -29,7 +29,9 @@ def open_connector(
     over. `fetch`: "planned", "always" or "never" (protocol.FetchPolicy); ConfigError for anything else. `tracer`
     (kvstore/tracing.py) is the caller's."""
     policy = FetchPolicy.named(fetch)
-    client = Client(socket_path, instance=uuid.uuid4().bytes, role=BOTH, tenant=tenant, specs=[spec, *others])
+    client = Client(
+        socket_path, instance=uuid.uuid4().bytes, role=BOTH, tenant=tenant, specs=[spec, *others], want_slab=True
+    )
     session = StoreSession(client)
     session.start()
     scheduler = StoreSchedulerSide(
@@ -40,5 +42,6 @@ def open_connector(
         hand_over=hand_over,
         fetch=policy,
         tracer=tracer,
+        uses_slab=True,
     )
     return Connector(scheduler, StoreWorkerSide(session))

@@ -56,7 +56,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,6 +201,16 @@ class Pages(Protocol):
 
 
 @runtime_checkable
+class DeviceBlockPages(Pages, Protocol):
+    """Pages in a GPU's memory that can be copied from a block which lies there too. Optional: without it an engine reads nothing from
+    a slab on a GPU."""
+
+    def copy_in_device(self, block_id: int, block: Any) -> None:
+        """As copy_in, of a torch tensor `[page_nbytes] uint8` on the pages' device."""
+        ...
+
+
+@runtime_checkable
 class LayeredPages(Pages, Protocol):
     """Pages whose bytes are those of layer 0, then layer 1, and so on, all of one size. Optional: an engine that does not attend
     to a page while it arrives needs no more than Pages."""
@@ -244,6 +254,16 @@ class BlockMove(NamedTuple):
     generation: int  # of the slot, when it was granted
 
 
+class SlabMove(NamedTuple):
+    """What is to be done with a block's slot in the slab, if the worker has it mapped: read it instead of the arena's, or copy
+    the arena's there once the load is over."""
+
+    position: int  # of the block among the job's moves
+    offset: int  # bytes from the start of the slab
+    generation: int
+    fills: bool
+
+
 @dataclass(frozen=True, slots=True)
 class LoadJob:
     """Blocks to copy from the arena into pages, in prefix order. `boot_id` names the arena that the offsets belong to.
@@ -264,6 +284,7 @@ class LoadJob:
     expected_s: float = 0.0  # likewise: from start_load until the blocks behind meet_block are there
     group: int = 0  # layer group; a request has one load in each that needs blocks, all in one metadata
     whole: bool = False  # a block that fails, in whatever group, fails all of the request's
+    slab: tuple[SlabMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +317,13 @@ class FilledFrom(NamedTuple):
     first_block: int
 
 
+class SlabFilled(NamedTuple):
+    """Which blocks of a load were copied into the slab."""
+
+    request_id: str
+    positions: tuple[int, ...]
+
+
 class LoadTime(NamedTuple):
     """How long a load took, from start_load until nothing of it was copied any more."""
 
@@ -317,6 +345,7 @@ class WorkerOutput:
     filled_from: tuple[FilledFrom, ...] = ()  # for each of finished_loading that was from the back
     load_times: tuple[LoadTime, ...] = field(default=(), compare=False)  # for each of finished_loading
     step: int = field(default=0, compare=False)  # that of the metadata which the worker got last
+    slab_filled: tuple[SlabFilled, ...] = ()  # of finished_loading requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class RankOutputs:
     def add(self, reports: Iterable[tuple[int, WorkerOutput]]) -> WorkerOutput:
         """What has been reported by all since the last call. `reports`: (rank, output), any number of each rank; those of a
         rank that is lost do not count. Bytes and seconds of copying are those of rank 0, since ranks copy side by side."""
-        step, copied = 0, WorkerOutput()
+        step, copied, reports = 0, WorkerOutput(), list(reports)
         for rank, output in reports:
             if rank not in self._live:
                 continue
@@ -78,7 +78,10 @@ class RankOutputs:
                     save_seconds=copied.save_seconds + output.save_seconds,
                     save_bytes=copied.save_bytes + output.save_bytes,
                 )
-        return self._take_ended(replace(copied, step=step))
+        ended = self._take_ended(replace(copied, step=step))
+        if self._num_ranks > 1:
+            return ended
+        return replace(ended, slab_filled=tuple(each for _, output in reports for each in output.slab_filled))
 
     def lose(self, rank: int) -> WorkerOutput:
         """The rank's process is dead, so it copies nothing any more. What it has not reported has failed, and ends once the

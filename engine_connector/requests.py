@@ -59,6 +59,7 @@ class PendingLoad:
     block_ids: tuple[int, ...]  # all pages of the load, the lost ones too
     started_s: float = 0.0
     in_ram: bool = False  # all of them, when they were leased
+    fills: tuple[int, ...] = ()  # blocks of the one lease that are to be copied into the slab
     by_layers: bool = False
     from_back: bool = False
     span: Span | None = None  # of a traced request's load

@@ -18,7 +18,7 @@ from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
-from kvstore.core.plans import FetchPlan, MatchWish
+from kvstore.core.plans import FetchPlan, MatchWish, SlabUse
 from kvstore.core.traces import Span, Tracer
 from kvstore.engine_connector.group_parts import GroupPart, GroupParts
 from kvstore.engine_connector.layer_groups import LayerGroup
@@ -34,6 +34,7 @@ from kvstore.engine_connector.protocol import (
     Request,
     SaveJob,
     ScheduledRequest,
+    SlabMove,
     WorkerOutput,
 )
 from kvstore.engine_connector.recent_sessions import RecentSessions
@@ -86,9 +87,11 @@ class StoreSchedulerSide:
         load_deadline_s: float = LOAD_DEADLINE_S,
         groups: Sequence[LayerGroup] = (LayerGroup(),),
         tracer: Tracer | None = None,
+        uses_slab: bool = False,
     ) -> None:
         """`block_tokens`: of one of a request's hashes. `chunk_tokens`: what the engine computes of a prompt at a time; 0: all,
-        or not known. `tracer` is the caller's. Raises ConfigError for a hand-over of other layer groups than a full one."""
+        or not known. `tracer` is the caller's. `uses_slab`: the engine's one worker maps the sidecar's slab, if there is one,
+        which serves models of one full layer group. Raises ConfigError for a hand-over of other layer groups than that."""
         assert block_tokens > 0
         self._groups = GroupParts(groups)
         if hand_over is not None and not self._groups.is_plain:
@@ -97,6 +100,7 @@ class StoreSchedulerSide:
                 field="hand_over",
                 value=str(hand_over),
             )
+        self._uses_slab = uses_slab and self._groups.is_plain
         self._tracer = tracer
         self._fetch = fetch
         self._chunk_tokens = chunk_tokens
@@ -190,7 +194,8 @@ class StoreSchedulerSide:
             if grant is not None
         ]
         in_ram = not any(short) and all(all(grant.ready) for grant in grants if grant is not None)
-        state.load = PendingLoad(tuple(granted), boot_id, pages, started_s, in_ram=in_ram, span=span)
+        fills = tuple(move.position for job in jobs for move in job.slab if move.fills)
+        state.load = PendingLoad(tuple(granted), boot_id, pages, started_s, in_ram=in_ram, fills=fills, span=span)
         self._new_loads += jobs
 
     def _acquire(
@@ -209,6 +214,7 @@ class StoreSchedulerSide:
                 plan_id=plan_id if leads else 0,
                 traceparent=span.traceparent if span else "",
                 further_group=not leads,
+                slab=self._uses_slab,
             ),
         )
 
@@ -231,6 +237,7 @@ class StoreSchedulerSide:
             lost,
             group=part.group,
             whole=not self._groups.is_plain,
+            slab=_slab_moves(grant),
         )
 
     def tiers_of(self, request: Request) -> bytes:
@@ -566,7 +573,14 @@ class StoreSchedulerSide:
         copied_s = next((each.seconds for each in output.load_times if each.request_id == request_id), None)
         seconds = self._clock.now_s() - load.started_s if copied_s is None else copied_s
         state.load_failed = num_failed > 0
-        self._release(load, FAILED if num_failed else LOADED, num_loaded=num_loaded, seconds=seconds)
+        filled = {i for each in output.slab_filled if each.request_id == request_id for i in each.positions}
+        self._release(
+            load,
+            FAILED if num_failed else LOADED,
+            num_loaded=num_loaded,
+            seconds=seconds,
+            filled=bytes(position in filled for position in load.fills),
+        )
         state.load = None
         self._forget_when_done(request_id, state)
 
@@ -578,7 +592,9 @@ class StoreSchedulerSide:
             self._release(state.load, CANCELLED)
             state.load = None
 
-    def _release(self, load: PendingLoad, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
+    def _release(
+        self, load: PendingLoad, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0, filled: bytes = b""
+    ) -> None:
         if load.span is not None:
             load.span.end(
                 {
@@ -592,7 +608,15 @@ class StoreSchedulerSide:
         if link is not None and load.boot_id == link.boot_id:
             for lease_id in load.lease_ids:
                 self._session.ask(
-                    link, partial(_release, lease_id=lease_id, outcome=outcome, num_loaded=num_loaded, seconds=seconds)
+                    link,
+                    partial(
+                        _release,
+                        lease_id=lease_id,
+                        outcome=outcome,
+                        num_loaded=num_loaded,
+                        seconds=seconds,
+                        filled=filled,
+                    ),
                 )
 
     def _leading(self, link: Link) -> bytes:
@@ -646,13 +670,21 @@ class StoreSchedulerSide:
             del self._requests[request_id]
 
 
-def _release(client: Client, _: Link, *, lease_id: int, outcome: int, num_loaded: int, seconds: float) -> None:
-    client.release(lease_id, outcome, num_loaded=num_loaded, seconds=seconds)
+def _release(
+    client: Client, _: Link, *, lease_id: int, outcome: int, num_loaded: int, seconds: float, filled: bytes
+) -> None:
+    client.release(lease_id, outcome, num_loaded=num_loaded, seconds=seconds, filled=filled)
 
 
 def _wire_name(request: Request) -> str:
     """The engine's own id, as far as the wire has room for it: it may be a caller's."""
     return request.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES].decode(errors="ignore")
+
+
+def _slab_moves(grant: Acquired) -> tuple[SlabMove, ...]:
+    indices = [i for i, use in enumerate(grant.slab) if use != SlabUse.NONE]
+    slots = zip(indices, grant.slab_offsets.tolist(), grant.slab_generations.tolist(), strict=True)
+    return tuple([SlabMove(i, offset, gen, fills=grant.slab[i] == SlabUse.FILL) for i, offset, gen in slots])
 
 
 def _num_not_declined(statuses: bytes) -> int:

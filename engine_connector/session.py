@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from kvstore.client import Client, ClientArena
+from kvstore.client_slab import ClientSlab
 from kvstore.core.errors import KVStoreError, PeerUnavailable
 from kvstore.core.limits import RECONNECT_BACKOFF_S
 
@@ -87,6 +88,11 @@ class StoreSession:
         mapping, so a copy under way never loses its memory."""
         arena = self._client.arena
         return arena if arena is not None and arena.boot_id == boot_id else None
+
+    def slab(self, boot_id: bytes) -> ClientSlab | None:
+        """Likewise the slab; None too where the sidecar has none, or it could not be mapped."""
+        slab = self._client.slab
+        return slab if slab is not None and slab.boot_id == boot_id else None
 
     def ask(self, link: Link | None, call: Callable[[Client, Link], T]) -> T | None:
         """The answer of `call`, or None when `link` is not the present one or the store says no. Raises no KVStoreError."""

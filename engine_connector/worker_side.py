@@ -25,6 +25,9 @@ then are the last layers said to be there. If a block is not there at first, the
 
 A save that has begun during the forward is copied likewise, each layer as soon as it has been computed.
 
+A block that lies in the slab too is read from there, unless the load goes by layers; what is to be copied there is copied from
+the arena when all else of the load is done.
+
 A load from the back is copied one block at a time, the last one first, for as long as the engine has not claimed the next
 (FillCursors). It ends where the two meet, at a block that does not come, or at its deadline, and is reported at once.
 
@@ -44,6 +47,7 @@ from numpy.typing import NDArray
 
 from kvstore.client import ClientArena
 from kvstore.client_arena import Arrival, arrival_of
+from kvstore.client_slab import HOST, ClientSlab
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.limits import ARRIVAL_POLL_S
 from kvstore.engine_connector.fill_cursors import FillCursors
@@ -52,12 +56,15 @@ from kvstore.engine_connector.protocol import (
     BatchedPages,
     BlockMove,
     ConnectorMetadata,
+    DeviceBlockPages,
     FilledFrom,
     LayeredPages,
     LoadJob,
     LoadTime,
     Pages,
     SaveJob,
+    SlabFilled,
+    SlabMove,
     WorkerOutput,
 )
 from kvstore.engine_connector.saves_in_flight import SavesInFlight
@@ -94,6 +101,7 @@ class _Loaded(NamedTuple):
     copying_s: float
     seconds: float  # in all
     filled_from: int | None  # of a load from the back
+    slab_filled: tuple[int, ...]
 
 
 class _Saved(NamedTuple):
@@ -114,6 +122,13 @@ class _Load:
     copying_s: float = 0.0
     progress: LayerProgress = field(default_factory=LayerProgress)
     cursors: FillCursors | None = None  # of a load from the back, which alone has it
+    slab: ClientSlab | None = None  # None: it has none, or the worker
+    slab_reads: dict[int, SlabMove] = field(default_factory=dict)  # by position, of blocks that lie in the slab
+
+    @property
+    def next_near(self) -> int | None:
+        """Where the next block is that lies in the slab; None: nowhere."""
+        return min((position for position in self.slab_reads if position >= self.num_loaded), default=None)
 
     @property
     def until_s(self) -> float:
@@ -172,6 +187,8 @@ class StoreWorkerSide:
         for job in meta.loads:
             load = _Load(job, started_s=self._clock.now_s())
             self._num_jobs[job.request_id] = self._num_jobs.get(job.request_id, 0) + 1
+            if job.slab and (slab := self._slab_of(job)) is not None:
+                load.slab, load.slab_reads = slab, {move.position: move for move in job.slab if not move.fills}
             if job.by_layers:
                 self._by_layers[job.request_id] = load
             if job.from_back:
@@ -245,6 +262,7 @@ class StoreWorkerSide:
             filled_from=tuple(FilledFrom(r.request_id, r.filled_from) for r in loaded if r.filled_from is not None),
             load_times=tuple(LoadTime(report.request_id, report.seconds) for report in loaded),
             step=self._step,
+            slab_filled=tuple(SlabFilled(r.request_id, r.slab_filled) for r in loaded if r.slab_filled),
         )
 
     def _whole(self, report: _Loaded) -> _Loaded | None:
@@ -266,6 +284,7 @@ class StoreWorkerSide:
             copying_s=sum(part.copying_s for part in parts),
             seconds=max(part.seconds for part in parts),
             filled_from=None,
+            slab_filled=(),
         )
 
     def close(self) -> None:
@@ -347,7 +366,8 @@ class StoreWorkerSide:
         cursors, pages = load.cursors, self._pages_of(load.job)
         assert cursors is not None
         while not cursors.met:
-            move = load.job.moves[cursors.back - 1]
+            index = cursors.back - 1
+            move = load.job.moves[index]
             arrival = self._look(load, move, live_boot_id)
             if arrival is not Arrival.THERE:
                 return arrival
@@ -357,7 +377,7 @@ class StoreWorkerSide:
                 continue  # the front has just claimed it: they have met
             good = False
             try:
-                good = _copy_block(load, move, pages)
+                good = _copy_block(load, index, pages)
             finally:
                 cursors.copied(good=good)
             if not good:
@@ -402,6 +422,7 @@ class StoreWorkerSide:
             logger.warning(
                 "load incomplete request_id=%s loaded=%d failed=%d", job.request_id, load.num_copied, len(failed)
             )
+        filled = self._fill_slab(load)
         self._reports.put(
             _Loaded(
                 job.request_id,
@@ -412,9 +433,37 @@ class StoreWorkerSide:
                 load.copying_s,
                 self._clock.now_s() - load.started_s,
                 None if cursors is None else cursors.back,
+                filled,
             )
         )
         load.progress.end(0 if failed else ALL_LAYERS)
+
+    def _fill_slab(self, load: _Load) -> tuple[int, ...]:
+        """Copy into the slab what is to be copied there, as far as there is time; which blocks. From the arena, whose bytes are
+        those that were saved, whatever the pages make of them. Its slot and the slab's are looked at before and after."""
+        slab, arena, filled = load.slab, load.arena, []
+        if slab is None or arena is None:
+            return ()
+        try:
+            for move in load.job.slab:
+                source = load.job.moves[move.position]
+                if self._clock.now_s() >= load.until_s:
+                    break
+                if not (move.fills and _is_current(arena, source) and slab.is_current(move.offset, move.generation)):
+                    continue
+                slab.write(move.offset, _slot(arena, source.offset, self._page_nbytes(load.job)))
+                if _is_current(arena, source) and slab.is_current(move.offset, move.generation):
+                    filled.append(move.position)
+        except Exception:  # as for the load, which is none the worse for it
+            logger.exception("slab not filled request_id=%s", load.job.request_id)
+        return tuple(filled)
+
+    def _slab_of(self, job: LoadJob) -> ClientSlab | None:
+        """If our pages can read from it."""
+        slab = self._session.slab(job.boot_id)
+        if slab is None or slab.device == HOST or isinstance(self._pages_of(job), DeviceBlockPages):
+            return slab
+        return None
 
     # --- on the save thread ----------------------------------------------------------------------------------------------
 
@@ -522,9 +571,9 @@ def _copy_out(pages: LayeredPages, arena: ClientArena, moves: Sequence[BlockMove
 def _copy_next(load: _Load, pages: Pages) -> bool:
     """Copy the next block, which is there, and with it others that are there, where that is one call. Whether all are good."""
     assert load.arena is not None, "the block was looked at"
-    rest = load.job.moves[load.num_loaded :]
-    if not isinstance(pages, BatchedPages):
-        good = _copy_block(load, rest[0], pages)
+    rest = load.job.moves[load.num_loaded : load.next_near]
+    if not (rest and isinstance(pages, BatchedPages)):
+        good = _copy_block(load, load.num_loaded, pages)
         load.num_loaded += good
         return good
     batch = rest[: _num_current(load.arena, rest[:_LOAD_BATCH])]
@@ -536,9 +585,19 @@ def _copy_next(load: _Load, pages: Pages) -> bool:
     return bool(batch) and num_good == len(batch)
 
 
-def _copy_block(load: _Load, move: BlockMove, pages: Pages) -> bool:
-    """Whether the page has the block now: it was there before the copy, and still is."""
+def _copy_block(load: _Load, index: int, pages: Pages) -> bool:
+    """Whether the page has the block now: it was there before the copy, and still is. From the slab if it lies there."""
     assert load.arena is not None, "the block was looked at"
+    move, near, slab = load.job.moves[index], load.slab_reads.get(index), load.slab
+    if near is not None and slab is not None and slab.is_current(near.offset, near.generation):
+        block = slab.slot(near.offset, pages.page_nbytes)
+        if slab.device != HOST:
+            assert isinstance(pages, DeviceBlockPages), "see _slab_of"
+            pages.copy_in_device(move.block_id, block)
+        else:
+            pages.copy_in(move.block_id, block)
+        if slab.is_current(near.offset, near.generation):
+            return True
     pages.copy_in(move.block_id, _slot(load.arena, move.offset, pages.page_nbytes))
     return _is_current(load.arena, move)
 

@@ -25,10 +25,11 @@ from kvstore.core.layout import BlockLayout
 from kvstore.kernels.block_part import BlockPart
 from kvstore.kernels.device_moves import MAX_BATCH, Batch, Direct, Runs, Staged, Way
 from kvstore.kernels.host_pages import layer_runs
+from kvstore.kernels.pack import unpack
 from kvstore.kernels.page_map import PageMap
 from kvstore.kernels.paged import TORCH_DTYPES
 from kvstore.kernels.pinned import CudaHostMemory, HostMemory, PinnedMemory
-from kvstore.kernels.streams import current_stream
+from kvstore.kernels.streams import current_stream, new_stream, on
 from kvstore.kernels.triton_pack import ALIGNMENT
 from kvstore.kernels.way_choice import Choice, Measured
 
@@ -74,6 +75,8 @@ class DevicePages:
         self._pinning = threading.Lock()
         self._out, self._in = (_Lane(self._new_ways(), threading.Lock()) for _ in range(2))
         self._choices: dict[str, Choice] = {}
+        self._runs = layer_runs(self._pages, self._part)
+        self._near, self._compute = new_stream(pages.first.device), current_stream(pages.first.device)
 
     @classmethod
     def open(
@@ -101,6 +104,21 @@ class DevicePages:
     def copy_in(self, block_id: int, block: npt.NDArray[np.uint8]) -> None:
         """Copy `block [page_nbytes] uint8`, writable (torch wants it so), into a page. Releases the GIL."""
         self.copy_in_blocks([block_id], [block], range(self.num_layers))
+
+    def copy_in_device(self, block_id: int, block: torch.Tensor) -> None:
+        """Copy `block [page_nbytes] uint8` into a page, from the same device's memory (a slab's slot): whole where a page has its
+        numbers in a block's order."""
+        assert block.shape == (self.page_nbytes,), (block.shape, self.page_nbytes)
+        assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)
+        self._near.wait_stream(self._compute)
+        with on(self._near):
+            if self._runs is None:
+                unpack(self._pages, self._part, block_id, block, range(self.num_layers))
+            else:
+                numbers = block.view(self._runs[0].dtype).split([run.shape[1] for run in self._runs])
+                for run, piece in zip(self._runs, numbers, strict=True):
+                    run[block_id].copy_(piece, non_blocking=True)
+        self._near.synchronize()
 
     def copy_out_layers(self, block_id: int, block: npt.NDArray[np.uint8], layers: range) -> None:
         """Of a page only these layers, to their place in `block`."""

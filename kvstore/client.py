@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
 from kvstore.client_arena import ClientArena
+from kvstore.client_slab import ClientSlab, map_slab
 from kvstore.config import MAX_SOCKET_PATH_BYTES, default_socket_path
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.errors import (
@@ -36,7 +37,8 @@ INSTANCE_NBYTES = 16
 _BUFFER_NBYTES = 64 << 10  # most replies whole in one read
 _U64_NBYTES = 8
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_NUM_DESCRIPTORS = 2  # arena, generation table
+_NUM_DESCRIPTORS = 2  # arena, generation table; and as many of the slab
+NO_U64: NDArray[np.uint64] = np.empty(0, np.uint64)
 Reply = TypeVar("Reply", bound=Message)
 
 
@@ -49,6 +51,9 @@ class Acquired(NamedTuple):
     offsets: NDArray[np.uint64]  # bytes from the start of the arena
     generations: NDArray[np.uint64]
     ready: bytes  # one byte per granted block: 1 = usable now; 0 = on its way (transport/WIRE.md, section 5)
+    slab: bytes = b""  # one core/plans.SlabUse per granted block, or none: nothing of the slab
+    slab_offsets: NDArray[np.uint64] = NO_U64  # bytes from the start of the slab; of those that have a slot there
+    slab_generations: NDArray[np.uint64] = NO_U64
 
 
 class Prefetched(NamedTuple):
@@ -78,7 +83,7 @@ class Client:
     on every call does, at once, until `connect()` succeeds. What the sidecar answers as an error is raised as that class.
 
     `role` is a `Role` of kvstore_pb2. `instance` names the engine: 16 random bytes that all its processes share, b"" for
-    tools. `want_arena` maps the sidecar's memory into this process.
+    tools. `want_arena` maps the sidecar's memory into this process, `want_slab` its device memory too, where it has some.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Client:
         tenant: str = "",
         specs: Sequence[KVSpec] = (),
         want_arena: bool = True,
+        want_slab: bool = False,
         cuda_registered: bool = False,
         connect_deadline_s: float = CONNECT_DEADLINE_S,
         call_deadline_s: float = CALL_DEADLINE_S,
@@ -117,6 +123,7 @@ class Client:
             tenant=tenant,
             specs=[spec.canonical() for spec in specs],
             want_arena=want_arena and role != pb.TOOL,
+            want_slab=want_slab and want_arena and role != pb.TOOL,
             cuda_registered=cuda_registered,
         )
         self._connect_deadline_s = connect_deadline_s
@@ -134,6 +141,7 @@ class Client:
         self.lease_ttl_s = 0.0
         self.namespaces: tuple[NamespaceInfo, ...] = ()
         self.arena: ClientArena | None = None
+        self.slab: ClientSlab | None = None
 
     @property
     def connected(self) -> bool:
@@ -214,9 +222,11 @@ class Client:
         plan_id: int = 0,
         traceparent: str = "",
         further_group: bool = False,
+        slab: bool = False,
     ) -> Acquired:
         """Lease the READY prefix of `keys` from `first_needed` on, for reading. What lies on drives is read `from_back` to
-        front, or in order. `plan_id`: of the plan that this carries out. `traceparent`, `further_group`: as in match."""
+        front, or in order. `plan_id`: of the plan that this carries out. `traceparent`, `further_group`: as in match.
+        `slab`: who copies has the slab mapped."""
         request = pb.AcquireRequest(
             request_id=request_id,
             namespace=namespace,
@@ -227,6 +237,7 @@ class Client:
             plan_id=plan_id,
             traceparent=traceparent,
             further_group=further_group,
+            slab=slab,
         )
         reply = self._call(Verb.ACQUIRE, request, pb.AcquireReply)
         return Acquired(
@@ -236,6 +247,9 @@ class Client:
             _u64(reply.offsets),
             _u64(reply.generations),
             reply.ready,
+            reply.slab,
+            _u64(reply.slab_offsets),
+            _u64(reply.slab_generations),
         )
 
     def prefetch(self, namespace: bytes, keys: Sequence[bytes] | bytes, *, first_needed: int = 0) -> Prefetched:
@@ -245,15 +259,18 @@ class Client:
         reply = self._call(Verb.PREFETCH, request, pb.PrefetchReply)
         return Prefetched(reply.num_blocks, reply.num_started)
 
-    def release(self, lease_id: int, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
+    def release(
+        self, lease_id: int, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0, filled: bytes = b""
+    ) -> None:
         """Give a read lease back; `outcome` is an `Outcome` of kvstore_pb2, `seconds` from acquire until the last of
-        `num_loaded` blocks was in its page. This process does not touch its slots any more. Raises LeaseExpired when it
-        had ended before, and UnknownLease."""
+        `num_loaded` blocks was in its page; `filled` says of each slot of the slab to fill whether (1) it was, empty: none was.
+        This process does not touch its slots any more. Raises LeaseExpired when it had ended before, and UnknownLease."""
         request = pb.ReleaseRequest(
             lease_id=lease_id,
             outcome=outcome,  # type: ignore[arg-type]  # as for role
             num_loaded=num_loaded,
             seconds=seconds,
+            filled=filled,
         )
         self._call(Verb.RELEASE, request, pb.ReleaseReply)
 
@@ -405,6 +422,7 @@ class Client:
                 if self.arena is not None:
                     self.arena.close()
                     self.arena = None
+                self.slab = None
 
     def __enter__(self) -> "Client":
         self.connect()
@@ -458,7 +476,7 @@ class Client:
         """Hello, and the arena if we want it and do not have it."""
         call_id = self._send(sock, Verb.HELLO, self._hello, until_s)
         sock.settimeout(self._left_s(until_s))
-        chunk, fds, flags, _ = socket.recv_fds(sock, _BUFFER_NBYTES, _NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        chunk, fds, flags, _ = socket.recv_fds(sock, _BUFFER_NBYTES, 2 * _NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         with ExitStack() as received:
             for fd in fds:
                 received.callback(os.close, fd)
@@ -467,17 +485,18 @@ class Client:
             self._decoder.feed(chunk)
             reply = _parse(self._receive(sock, Verb.HELLO, call_id, until_s), pb.HelloReply)
             if isinstance(reply, pb.HelloReply):
-                wanted = _NUM_DESCRIPTORS if self._hello.want_arena else 0
+                wanted = _NUM_DESCRIPTORS * (self._hello.want_arena + bool(reply.slab_nbytes))
                 _check_hello(reply, num_descriptors=len(fds), wanted=wanted, cut=bool(flags & socket.MSG_CTRUNC))
                 if wanted and (self.arena is None or self.arena.boot_id != reply.boot_id):
                     received.pop_all()
                     self._map_arena(reply, *fds)
         return reply
 
-    def _map_arena(self, reply: pb.HelloReply, fd: int, generations_fd: int) -> None:
+    def _map_arena(self, reply: pb.HelloReply, fd: int, generations_fd: int, *slab_fds: int) -> None:
         if self.arena is not None:
             self.arena.close()
             self.arena = None
+        self.slab = map_slab(reply.boot_id, reply.slab_device, reply.slab_nbytes, *slab_fds) if slab_fds else None
         self.arena = ClientArena(reply.boot_id, reply.arena_nbytes, reply.segment_nbytes, fd, generations_fd)
         self.arena.start()
 

@@ -27,6 +27,7 @@ from kvstore.core.limits import (
     UNVERIFIED_DRAIN_S,
 )
 from kvstore.eviction import DEFAULT_POLICY, POLICIES
+from kvstore.tiers.hbm.memory import check_device
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     nvme_write_bytes_per_day: Annotated[
         int, _doc("written to all drives together in 24 hours; 0: no limit", "bytes", ge=0, le=1 << 60)
     ] = 0
+    hbm_slab_bytes: Annotated[
+        int,
+        _doc("device memory in which the engines of one GPU share hot blocks; 0: none", "bytes", ge=0, le=1 << 40),
+    ] = 0
+    hbm_device: Annotated[str, _doc("where that lies: cuda:N, or host to try it without a GPU")] = "host"
     grpc: Annotated[bool, _doc("serve gRPC on <socket>.grpc")] = True
     grpc_tcp: Annotated[str, _doc("serve gRPC on this host:port too; empty: no")] = ""
     grpc_tls_cert: Annotated[str, _doc("PEM file with the certificate that gRPC over TCP shows")] = ""
@@ -186,6 +192,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         if len(os.fsencode(self.socket)) > longest:
             raise _wrong("socket", self.socket, f"a Unix socket's path has at most {longest} bytes here")
         self._check_drives()
+        check_device(self.hbm_device)
+        if 0 < self.hbm_slab_bytes < self.segment_bytes:
+            raise _wrong(
+                "hbm_slab_bytes",
+                format_size(self.hbm_slab_bytes),
+                f"use at least one segment, {format_size(self.segment_bytes)}",
+            )
         self._check_tcp()
         self._check_peers()
         self._check_events()

@@ -57,6 +57,7 @@ PROTOCOL_VERSION = 1
 INSTANCE_NBYTES = 16
 MAX_TENANT_BYTES = 256
 MAX_RANK = 65535
+HOST = "host"  # the slab's device that is none
 _PINNED = TIERS[0]
 _MAX_ERROR_TEXT = 1024  # characters of a message or field that travel back
 _U64_NBYTES = 8
@@ -86,6 +87,13 @@ class ArenaSize(Protocol):
         ...
 
 
+class SlabSize(NamedTuple):
+    """What Hello says of the slab."""
+
+    device: str
+    nbytes: int
+
+
 class _Route(NamedTuple):
     handler: Callable[[Session, Any], Message]
     who: Callable[[Session], None]
@@ -109,8 +117,10 @@ class Dispatcher:
         cluster: Cluster | NoCluster | None = None,
         traces: RequestTraces | None = None,
         recorder: Recorder | None = None,
+        slab: SlabSize | None = None,
     ) -> None:
         self._traces = traces
+        self._slab = slab
         self._store = store
         self._sessions = sessions
         self._arena = arena
@@ -166,6 +176,7 @@ class Dispatcher:
             return named.union(self._sessions.namespaces())
 
         infos = [self._store.open_namespace(spec, request.tenant, in_use) for spec in specs]
+        slab = self._slab if request.want_slab else None
         session = self._sessions.open(
             instance=request.instance,
             tenant=request.tenant,
@@ -173,7 +184,7 @@ class Dispatcher:
             rank=request.rank,
             namespaces=named,
             has_arena=request.want_arena,
-            cuda_registered=request.cuda_registered,
+            cuda_registered=request.cuda_registered or (slab is not None and slab.device != HOST),
             peer=peer,
         )
         if session.holder.instance and session.role != pb.PEER:
@@ -188,6 +199,8 @@ class Dispatcher:
             segment_nbytes=self._arena.segment_bytes,
             faulted_nbytes=self._arena.faulted_nbytes,
             lease_ttl_s=self._lease_ttl_s,
+            slab_nbytes=0 if slab is None else slab.nbytes,
+            slab_device="" if slab is None else slab.device,
         )
 
     def call(self, session: Session, verb: Verb, request: Message) -> Message:
@@ -401,6 +414,7 @@ class Dispatcher:
             self._ttl_s(request.ttl_s),
             now_s,
             from_back=request.order == pb.BACK,
+            slab=request.slab,
         )
         self._on_leases_changed()
         if request.plan_id:
@@ -435,7 +449,7 @@ class Dispatcher:
         )
         if all(grant.ready):
             self._cluster.on_read(request.namespace, keys[: grant.num_blocks], grant.block_nbytes)
-        return pb.AcquireReply(
+        reply = pb.AcquireReply(
             lease_id=grant.lease_id,
             expires_in_s=grant.expires_s - now_s if grant.lease_id else 0.0,
             num_blocks=grant.num_blocks,
@@ -444,6 +458,11 @@ class Dispatcher:
             ready=grant.ready,
             boot_id=self._boot_id,
         )
+        if grant.slab is not None and len(grant.slab.slots.offsets):
+            reply.slab = grant.slab.uses
+            reply.slab_offsets = grant.slab.slots.offsets.tobytes()
+            reply.slab_generations = grant.slab.slots.generations.tobytes()
+        return reply
 
     def _prefetch(self, session: Session, request: pb.PrefetchRequest) -> pb.PrefetchReply:
         keys = self._keys(session, request.namespace, request.keys)
@@ -469,7 +488,7 @@ class Dispatcher:
         loaded_nbytes = self.usage.released(*ended, self._store.num_awaited(request.lease_id))
         if loaded_nbytes:
             self._store.meters.transfer(_PINNED, "read", loaded_nbytes, request.seconds or None)
-        self._store.release(session.holder, request.lease_id, self._clock.now_s())
+        self._store.release(session.holder, request.lease_id, self._clock.now_s(), filled=request.filled)
         return pb.ReleaseReply(boot_id=self._boot_id)
 
     def _renew(self, session: Session, request: pb.RenewRequest) -> pb.RenewReply:
@@ -737,6 +756,8 @@ def _check_hello(request: pb.HelloRequest, peer: Peer) -> list[KVSpec]:
         raise wrong("instance", f"{len(request.instance)} bytes", right)
     if request.want_arena and (tool or not peer.local):
         raise wrong("want_arena", request.want_arena, "only engines get the arena, and only over the local socket")
+    if request.want_slab and not request.want_arena:
+        raise wrong("want_slab", "true", "it is mapped beside the arena: give want_arena too")
     if request.session_token:
         raise wrong("session_token", "given", "leave it empty in Hello; later gRPC calls send it as metadata")
     if request.rank > MAX_RANK:

@@ -43,7 +43,8 @@ _ACCEPT_PAUSE_S = 0.1  # after an accept that failed, most likely for lack of de
 class LocalServer:
     """Serves `dispatcher` on a claimed path. Loop thread only.
 
-    `descriptors` are the arena and its generation table; they stay open until `close` has returned.
+    `descriptors` are the arena and its generation table, `slab_descriptors` likewise where there is a slab; they stay open until
+    `close` has returned.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LocalServer:
         dispatcher: Dispatcher,
         sessions: Sessions,
         descriptors: tuple[int, int],
+        slab_descriptors: tuple[int, ...] = (),
         hello_deadline_s: float = HELLO_DEADLINE_S,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
@@ -60,6 +62,7 @@ class LocalServer:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._descriptors = descriptors
+        self._slab_descriptors = slab_descriptors
         self._hello_deadline_s = hello_deadline_s
         self._frame_deadline_s = frame_deadline_s
         self._listener: socket.socket | None = None
@@ -136,7 +139,8 @@ class LocalServer:
             return _error_answer(frame, self._dispatcher.error_reply(err)), ()
         except Exception as err:  # noqa: BLE001 - outermost frame of a request: logged, counted, answered, connection closed
             return _error_answer(frame, self._dispatcher.crashed(err)), ()
-        return _answer(frame, reply), self._descriptors if request.want_arena else ()
+        descriptors = self._descriptors if request.want_arena else ()
+        return _answer(frame, reply), (*descriptors, *self._slab_descriptors) if request.want_slab else descriptors
 
 
 class _Connection(asyncio.Protocol):

@@ -17,10 +17,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 import numpy as np
 
@@ -28,10 +28,10 @@ from kvstore.cluster import Cluster, NoCluster
 from kvstore.config import Config, arena_nbytes, default_socket_path, format_size
 from kvstore.core.blocks import NO_SLOTS
 from kvstore.core.clock import Clock, MonotonicClock
-from kvstore.core.errors import TierIOError
+from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.limits import GRPC_CALL_DEADLINE_S, STOP_DEADLINE_S
 from kvstore.core.moves import DRIVE_SHIFT, Forget, MoveDone
-from kvstore.dispatcher import Dispatcher
+from kvstore.dispatcher import Dispatcher, SlabSize
 from kvstore.eviction import make_policy
 from kvstore.kv_events import KVEvents
 from kvstore.loop_calls import call_on_loop
@@ -46,6 +46,8 @@ from kvstore.socket_path import SocketPath
 from kvstore.spill import SpillPolicy, WritePolicy
 from kvstore.store import Store
 from kvstore.tiers.arena import Arena
+from kvstore.tiers.generation_table import GenerationTable
+from kvstore.tiers.hbm.memory import DeviceMemory, device_memory
 from kvstore.tiers.host_memory import available_memory_bytes
 from kvstore.tiers.slots import CountedGenerations, SegmentedSlots, SharedGenerations
 from kvstore.tiers.striped import StripedSlots
@@ -95,12 +97,15 @@ class Sidecar:
             loop.add_signal_handler(number, stop.set)
         self._path.claim()
         try:
-            with self._arena as arena:
-                await self._serve(arena, loop, stop)
+            with self._arena as arena, ExitStack() as opened:
+                slab = await asyncio.to_thread(_open_slab, self._config, opened)
+                await self._serve(arena, slab, loop, stop)
         finally:
             self._path.release()
 
-    async def _serve(self, arena: Arena, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    async def _serve(
+        self, arena: Arena, slab: "_OpenSlab | None", loop: asyncio.AbstractEventLoop, stop: asyncio.Event
+    ) -> None:
         config = self._config
         recorder = self._open_recorder(arena)
         drives = _Drives(config, arena, loop, self._open_file) if config.nvme else None
@@ -119,6 +124,7 @@ class Sidecar:
             limbo_fraction=config.limbo_fraction,
             on_event=_to_both(cluster.on_event, events.on_event) if events else cluster.on_event,
             directory=cluster.directory if isinstance(cluster, Cluster) else None,
+            slab=slab.slots if slab else None,
         )
         if isinstance(cluster, Cluster):
             cluster.join(store)
@@ -140,11 +146,16 @@ class Sidecar:
             cluster=cluster,
             traces=traces,
             recorder=recorder,
+            slab=slab.size if slab else None,
         )
         expiry.pump = dispatcher.pump
         lag = LagTimer(loop, self._clock, store.meters.lag)
         server = LocalServer(
-            self._path, dispatcher=dispatcher, sessions=sessions, descriptors=(arena.fd, arena.generations_fd)
+            self._path,
+            dispatcher=dispatcher,
+            sessions=sessions,
+            descriptors=(arena.fd, arena.generations_fd),
+            slab_descriptors=(slab.memory.fd, slab.generations.fd) if slab else (),
         )
         await server.start()
         faulting = threading.Thread(target=self._fault, args=(arena, slots, loop), name="kvstore-fault", daemon=True)
@@ -259,6 +270,50 @@ class Sidecar:
                 return
             loop.call_soon_threadsafe(slots.add_segments, 1)
         logger.info("arena faulted size=%s", format_size(arena.nbytes))
+
+
+class _OpenSlab(NamedTuple):
+    """Device memory that engines share, and its slots. All of it is there at once."""
+
+    memory: DeviceMemory
+    generations: GenerationTable
+    slots: SegmentedSlots
+
+    @property
+    def size(self) -> SlabSize:
+        """What engines are told."""
+        return SlabSize(self.memory.device, self.memory.nbytes)
+
+
+def _open_slab(config: Config, opened: ExitStack) -> _OpenSlab | None:
+    """If it is wanted; closed with `opened`. Blocks. Raises ConfigError."""
+    if not config.hbm_slab_bytes:
+        return None
+    num_segments = config.hbm_slab_bytes // config.segment_bytes
+    memory = device_memory(config.hbm_device, num_segments * config.segment_bytes)
+    opened.callback(memory.close)
+    memory.open()
+    num_segments = memory.nbytes // config.segment_bytes  # a GPU gives out whole pages of its own
+    if not num_segments:
+        raise ConfigError(
+            f"hbm_slab_bytes: {memory.nbytes} bytes are less than one segment of {config.segment_bytes}; use more",
+            field="hbm_slab_bytes",
+            value=memory.nbytes,
+        )
+    generations = GenerationTable(memory.nbytes)
+    opened.callback(generations.close)
+    try:
+        generations.open()
+    except OSError as err:
+        raise TierIOError(f"slab: no generation table: {err.strerror}", tier="slab", errno=err.errno or 0) from err
+    slots = SegmentedSlots(
+        num_segments * config.segment_bytes,
+        segment_bytes=config.segment_bytes,
+        generations=SharedGenerations(generations.table),
+    )
+    slots.add_segments(num_segments)
+    logger.info("slab open device=%s size=%s", memory.device, format_size(memory.nbytes))
+    return _OpenSlab(memory, generations, slots)
 
 
 async def _unless(stop: asyncio.Event, step: Coroutine[Any, Any, None]) -> None:

@@ -38,6 +38,7 @@ from kvstore.pins import Pins
 from kvstore.placements import ARRIVING, LEAVING, NONE, READY, WRITING
 from kvstore.presence import HBM, PoolReport, Presence
 from kvstore.removed_keys import DAMAGED, DECLINED, DROPPED, EVICTED, RemovedKeys
+from kvstore.slab import Slab
 from kvstore.spill import BudgetFigures, Orders, QueueDepth, RestoredBlocks, Spill, SpillPolicy
 from kvstore.store_stats import Removals, StoreStats, policy_name, pool_stats, tier_stats
 from kvstore.tiers.striped import StripedSlots
@@ -74,8 +75,9 @@ class Store:
         make_policy: MakePolicy = LeafLru,
         first_sequence: int = 0,
         directory: Locator | None = None,
+        slab: SlotSpace | None = None,
     ) -> None:
-        """`directory` says what other nodes hold; None: there are none."""
+        """`directory` says what other nodes hold; None: there are none. `slab`: of device memory that engines share."""
         self._index = BlockIndex(first_sequence=first_sequence)
         self.meters = Meters()
         self._removed = RemovedKeys()
@@ -106,6 +108,7 @@ class Store:
                 is_wanted=self._is_wanted,
                 meters=self.meters,
             )
+        self._slab = None if slab is None else Slab(self._index, self._blocks.table, slab, self._counters)
         self._pins = Pins(self._index)
         self._labels = Labels(self._index)
         self._limbo_fraction = limbo_fraction
@@ -232,13 +235,14 @@ class Store:
         *,
         from_back: bool = False,
         borrow: bool = True,
+        slab: bool = False,
     ) -> ReadGrant:
         """Lease the readable prefix from block `first_needed` on. Nothing to lease: lease 0, which needs no release.
 
         Blocks that lie on a drive only are ordered from there, once, however many ask, the last ones first if `from_back`:
         their slots are granted, and their bytes come later, or not (ReadGrant.ready). Where the arena has no room for them,
         the run ends. Behind them come blocks that another node has, unless the caller is one (not `borrow`): its lease ends
-        by itself.
+        by itself. `slab`: the caller has the slab mapped (ReadGrant.slab).
 
         The same request again (same id, same arguments) renews and answers with the live lease it got. Raises
         ProtocolError when the id was used for another request, LeaseRefused when the instance may not have a lease now.
@@ -278,7 +282,10 @@ class Store:
             self._leases.renew(lease, expiry_s(ttl_s, now_s))
         num_blocks = lease.first_needed + len(lease.rows)
         ready = self._ready(lease)
-        return ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes, ready)
+        grant = ReadGrant(lease.lease_id, lease.expires_s, num_blocks, lease.slots, entry.spec.block_nbytes, ready)
+        if self._slab is None or not slab:
+            return grant
+        return grant._replace(slab=self._slab.grant(lease.lease_id, entry, lease.rows))
 
     def quotes(
         self, namespace: bytes, keys: Sequence[bytes], match: Match, now_s: float
@@ -450,8 +457,11 @@ class Store:
         lease = self._leases.find_any(lease_id) if self._waiting else None
         return 0 if lease is None else sum(row in self._waiting for row in lease.rows[lease.pending].tolist())
 
-    def release(self, holder: Holder, lease_id: int, now_s: float) -> None:
-        """The same as abort: readers say release, writers say abort, both mean it alike."""
+    def release(self, holder: Holder, lease_id: int, now_s: float, *, filled: bytes = b"") -> None:
+        """The same as abort: readers say release, writers say abort, both mean it alike. `filled`: Slab.filled."""
+        self.expire(now_s)
+        if self._slab is not None and filled and not self._leases.find(holder, lease_id).expired:
+            self._slab.filled(lease_id, filled)
         self.abort(holder, lease_id, now_s)
 
     def renew(
@@ -626,6 +636,8 @@ class Store:
         tiers = [tier_stats(self._blocks, 0)]
         if self._has_drives:
             tiers.append(tier_stats(self._spill.nvme, self._spill.quarantined_bytes))
+        if self._slab is not None:
+            tiers.append(tier_stats(self._slab.blocks, 0))
         if not self.presence.is_empty:
             tiers.append(pool_stats(self.presence.sizes()))
         return StoreStats(
@@ -639,8 +651,13 @@ class Store:
 
     def inspector(self) -> Inspector:
         """To look at single blocks."""
-        tables = (self._blocks.table, self._spill.nvme.table) if self._has_drives else (self._blocks.table,)
-        return Inspector(self._index, tables, self._leases, self._labels)
+        tables = [self._blocks.table]
+        if self._has_drives:
+            tables.append(self._spill.nvme.table)
+        if self._slab is not None:
+            self._slab.blocks.table.grow()
+            tables.append(self._slab.blocks.table)
+        return Inspector(self._index, tuple(tables), self._leases, self._labels)
 
     def label(self, namespace: bytes, keys: Sequence[bytes], text: str) -> None:
         """A prompt of these blocks is called so; those that are not known stay so."""
@@ -699,6 +716,8 @@ class Store:
         self._pins.check()
         self._labels.check()
         self.presence.check()
+        if self._slab is not None:
+            self._slab.check()
         table = self._blocks.table
         refs = np.zeros(len(table.refs), np.int64)
         np.add.at(refs, [*self._spill.rows_in_flight(), *borrowed], 1)
@@ -722,6 +741,8 @@ class Store:
         """An event of a tier: why a block went is remembered, and others hear of it."""
         if isinstance(event, BlockRemoved):
             self._removed.add(event.namespace, event.hashes, _REMOVALS[event.reason])
+            if self._slab is not None and event.tier == TIERS[0]:
+                self._slab.forget(self._namespace(event.namespace), event.hashes)
         elif event.tier == TIERS[1]:
             self._offer_redundant(self._namespace(event.namespace), event.hashes)
         if self._on_event is not None:
@@ -837,6 +858,8 @@ class Store:
         for lease in self._waiting.pop(row, ()):
             if self._leases.give_up(lease, row):
                 self._blocks.table.refs[row] -= 1
+                if self._slab is not None and self._leases.find_any(lease.lease_id) is None:
+                    self._slab.end(lease.lease_id)
 
     def _is_wanted(self, row: int) -> bool:
         """Whether a lease that has rights waits for the block."""
@@ -886,6 +909,8 @@ class Store:
         """Remove blocks of a namespace, given with everything below them; how many are no longer found or written."""
         pinned, nvme = self._blocks.table.state[rows], self._spill.nvme.table.state[rows]
         num_dropped = int(np.count_nonzero(np.isin(pinned, _HELD) | np.isin(nvme, _HELD)))
+        if self._slab is not None:
+            self._slab.drop(entry, rows)
         self._blocks.drop(entry, rows)
         self._spill.drop(entry, rows)
         self._index.forget_dead(rows)
@@ -968,6 +993,8 @@ class Store:
         self._leases.expire(lease)
         if lease.kind is LeaseKind.READ:
             self._stop_waiting(lease)
+            if self._slab is not None:
+                self._slab.expire(lease.lease_id)
         else:
             rows = lease.rows[lease.pending]
             self._counters["expired_blocks_total"] += len(rows)
@@ -983,6 +1010,8 @@ class Store:
         self._leases.end(lease)
         if lease.kind is LeaseKind.READ:
             self._stop_waiting(lease)
+            if self._slab is not None:
+                self._slab.end(lease.lease_id)
             self._blocks.unref(rows)
         elif lease.expired:
             offsets, generations = lease.slots

@@ -40,6 +40,7 @@ BRAINS = (
     "request_traces",
     "advisor",
     "presence",
+    "slab",
     "store_stats",
     "store",
     "directory",

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.limits import SEGMENT_BYTES, SLOT_ALIGN_BYTES
+from kvstore.tiers.generation_table import GenerationTable, sized_memfd
 from kvstore.tiers.host_memory import available_memory_bytes
-
-_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, Linux 5.1; not among the names in Python's fcntl
-_GENERATION_BYTES = 8
 
 
 class Arena:
@@ -42,9 +40,9 @@ class Arena:
         self.segment_bytes = segment_bytes
         self.faulted_nbytes = 0
         self._available_bytes = available_bytes
-        self._fds: list[int] = []
+        self._fd = -1
         self._memory: NDArray[np.uint8] | None = None
-        self._generations: NDArray[np.uint64] | None = None
+        self._generations = GenerationTable(self.nbytes)
         if not self.nbytes:
             raise ConfigError(
                 f"arena: {nbytes} bytes are less than one segment; use {segment_bytes} or more",
@@ -55,12 +53,13 @@ class Arena:
     @property
     def fd(self) -> int:
         """Descriptor of the arena."""
-        return self._fds[0]
+        assert self._fd >= 0, "the arena is not open"
+        return self._fd
 
     @property
     def generations_fd(self) -> int:
         """Descriptor of the generation table that cannot be written through."""
-        return self._fds[1]
+        return self._generations.fd
 
     @property
     def num_segments(self) -> int:
@@ -76,15 +75,13 @@ class Arena:
     @property
     def generations(self) -> NDArray[np.uint64]:
         """This process's writable view of the generation table, `[nbytes // SLOT_ALIGN_BYTES] uint64`."""
-        assert self._generations is not None, "the arena is not open"
-        return self._generations
+        return self._generations.table
 
     def open(self) -> Self:
         """Create and map. Raises ConfigError when the machine has not that much memory, TierIOError when it says no."""
-        assert not self._fds
-        table_nbytes = self.nbytes // SLOT_ALIGN_BYTES * _GENERATION_BYTES
+        assert self._fd < 0
         available = self._available_bytes()
-        if self.nbytes + table_nbytes > available:
+        if self.nbytes + self._generations.nbytes > available:
             raise ConfigError(
                 f"arena: {self.nbytes} bytes asked for, {available} bytes of memory are available; use a smaller arena",
                 field="arena",
@@ -93,7 +90,7 @@ class Arena:
             )
         try:
             self._open_arena()
-            self._open_generations(table_nbytes)
+            self._generations.open()
         except OSError as err:
             self.close()
             raise TierIOError(f"arena: {err.strerror}", tier="pinned", errno=err.errno or 0) from err
@@ -116,9 +113,10 @@ class Arena:
 
     def close(self) -> None:
         """Close the descriptors and drop this process's views. Idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
-        self._memory = self._generations = None
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._memory = -1, None
+        self._generations.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -127,31 +125,8 @@ class Arena:
         self.close()
 
     def _open_arena(self) -> None:
-        fd = _sized_memfd("kvstore-arena", self.nbytes)
-        self._fds.append(fd)
+        self._fd = fd = sized_memfd("kvstore-arena", self.nbytes)
         mapping = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump of half a terabyte helps nobody
         self._memory = np.frombuffer(mapping, np.uint8)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
-
-    def _open_generations(self, nbytes: int) -> None:
-        """The mapping made before the seal stays writable; no later one can be, whoever reopens the file."""
-        writable = _sized_memfd("kvstore-generations", nbytes)
-        try:
-            mapping = mmap.mmap(writable, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-            self._fds.append(os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC))
-        finally:
-            os.close(writable)
-        self._generations = np.frombuffer(mapping, np.uint64)
-
-
-def _sized_memfd(name: str, nbytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd

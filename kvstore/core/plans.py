@@ -1,5 +1,6 @@
 """What the brains answer: values, computed at once, carried out by others."""
 
+import enum
 from typing import NamedTuple
 
 from kvstore.core.blocks import Extent, KeyStatus, SlotArrays
@@ -47,6 +48,21 @@ class FetchPlan(NamedTuple):
     reason: str  # in words, with the numbers that decided
 
 
+class SlabUse(enum.IntEnum):
+    """What a lease may do with a block's slot in the slab."""
+
+    NONE = 0  # it has none
+    READ = 1  # the block is there too
+    FILL = 2  # copy it there
+
+
+class SlabGrant(NamedTuple):
+    """What a read lease has of the slab."""
+
+    uses: bytes  # for each block a SlabUse
+    slots: SlotArrays  # of those that have one, in order
+
+
 class ReadGrant(NamedTuple):
     """A read lease: slot i holds `keys[first_needed + i]` and stays readable until the lease ends."""
 
@@ -56,6 +72,7 @@ class ReadGrant(NamedTuple):
     slots: SlotArrays  # of keys[first_needed:num_blocks]; as columns, since 512 objects cost as much as the rest of the call
     block_nbytes: int
     ready: bytes  # for each slot 1: its bytes are there; 0: they are on their way
+    slab: SlabGrant | None = None  # None: it was not asked for, or there is no slab
 
     @property
     def extents(self) -> tuple[Extent, ...]:

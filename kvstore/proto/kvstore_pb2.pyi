@@ -41,7 +41,7 @@ FAILED: Outcome
 CANCELLED: Outcome
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "instance", "role", "rank", "tenant", "specs", "want_arena", "cuda_registered", "session_token", "node_id", "proof")
+    __slots__ = ("protocol_version", "instance", "role", "rank", "tenant", "specs", "want_arena", "cuda_registered", "session_token", "node_id", "proof", "want_slab")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class HelloRequest(_message.Message):
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    WANT_SLAB_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     instance: bytes
     role: Role
@@ -64,7 +65,8 @@ class HelloRequest(_message.Message):
     session_token: bytes
     node_id: str
     proof: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., tenant: _Optional[str] = ..., specs: _Optional[_Iterable[bytes]] = ..., want_arena: bool = ..., cuda_registered: bool = ..., session_token: _Optional[bytes] = ..., node_id: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    want_slab: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., instance: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., tenant: _Optional[str] = ..., specs: _Optional[_Iterable[bytes]] = ..., want_arena: bool = ..., cuda_registered: bool = ..., session_token: _Optional[bytes] = ..., node_id: _Optional[str] = ..., proof: _Optional[bytes] = ..., want_slab: bool = ...) -> None: ...
 
 class NearMiss(_message.Message):
     __slots__ = ("namespace", "differing_fields", "num_blocks")
@@ -89,7 +91,7 @@ class NamespaceReply(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., block_nbytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., near_misses: _Optional[_Iterable[_Union[NearMiss, _Mapping]]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "boot_id", "session_id", "namespaces", "arena_nbytes", "segment_nbytes", "faulted_nbytes", "lease_ttl_s", "session_token")
+    __slots__ = ("protocol_version", "server_version", "boot_id", "session_id", "namespaces", "arena_nbytes", "segment_nbytes", "faulted_nbytes", "lease_ttl_s", "session_token", "slab_nbytes", "slab_device")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,8 @@ class HelloReply(_message.Message):
     FAULTED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SLAB_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SLAB_DEVICE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     boot_id: bytes
@@ -110,7 +114,9 @@ class HelloReply(_message.Message):
     faulted_nbytes: int
     lease_ttl_s: float
     session_token: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+    slab_nbytes: int
+    slab_device: str
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceReply, _Mapping]]] = ..., arena_nbytes: _Optional[int] = ..., segment_nbytes: _Optional[int] = ..., faulted_nbytes: _Optional[int] = ..., lease_ttl_s: _Optional[float] = ..., session_token: _Optional[bytes] = ..., slab_nbytes: _Optional[int] = ..., slab_device: _Optional[str] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
     __slots__ = ("namespace", "keys", "wish", "request_id", "traceparent", "further_group", "each")
@@ -187,7 +193,7 @@ class MatchReply(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id", "traceparent", "further_group")
+    __slots__ = ("request_id", "namespace", "keys", "first_needed", "ttl_s", "order", "plan_id", "traceparent", "further_group", "slab")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +203,7 @@ class AcquireRequest(_message.Message):
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     FURTHER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     namespace: bytes
     keys: bytes
@@ -206,10 +213,11 @@ class AcquireRequest(_message.Message):
     plan_id: int
     traceparent: str
     further_group: bool
-    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., further_group: bool = ...) -> None: ...
+    slab: bool
+    def __init__(self, request_id: _Optional[str] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first_needed: _Optional[int] = ..., ttl_s: _Optional[float] = ..., order: _Optional[_Union[Order, str]] = ..., plan_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., further_group: bool = ..., slab: bool = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "expires_in_s", "num_blocks", "offsets", "generations", "ready", "boot_id")
+    __slots__ = ("lease_id", "expires_in_s", "num_blocks", "offsets", "generations", "ready", "boot_id", "slab", "slab_offsets", "slab_generations")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +225,9 @@ class AcquireReply(_message.Message):
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    SLAB_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SLAB_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     expires_in_s: float
     num_blocks: int
@@ -224,19 +235,24 @@ class AcquireReply(_message.Message):
     generations: bytes
     ready: bytes
     boot_id: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., num_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ready: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    slab: bytes
+    slab_offsets: bytes
+    slab_generations: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., num_blocks: _Optional[int] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ready: _Optional[bytes] = ..., boot_id: _Optional[bytes] = ..., slab: _Optional[bytes] = ..., slab_offsets: _Optional[bytes] = ..., slab_generations: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_id", "outcome", "num_loaded", "seconds")
+    __slots__ = ("lease_id", "outcome", "num_loaded", "seconds", "filled")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     NUM_LOADED_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     outcome: Outcome
     num_loaded: int
     seconds: float
-    def __init__(self, lease_id: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., num_loaded: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    filled: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., num_loaded: _Optional[int] = ..., seconds: _Optional[float] = ..., filled: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ("boot_id",)

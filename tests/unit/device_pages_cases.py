@@ -155,6 +155,23 @@ def checked_unpinned(device: str) -> str:
     return "" if expected.any() else "nothing"
 
 
+def checked_near(place: str, quantisation: str, device: str) -> str:
+    """A block on the device itself gives the page that the same block in host memory gives."""
+    from kvstore.kernels.device_pages import DevicePages
+
+    case = Case(place, SMALL, "bfloat16", quantisation)
+    pages, like = case.pages(device), case.pages()
+    part = case.part(like)
+    copies = DevicePages(pages, part, memory=memory_of(device))
+    blocks = new_blocks(part.layout.nbytes, 2)
+    for source, block in enumerate(blocks):
+        host_pages(case.pages(seed=4), part).copy_out(source, block)
+    for block_id, block in zip((3, 1), blocks, strict=True):
+        copies.copy_in_device(block_id, torch.from_numpy(block).to(device))
+        host_pages(like, part).copy_in(block_id, block)
+    return "" if torch.equal(tensor_of(pages).cpu(), tensor_of(like)) else "other pages"
+
+
 def checked_ranks(device: str) -> str:
     """Two ranks with half of the heads write one block; one that has what another writes leaves it alone, and reads."""
     from kvstore.kernels.device_pages import DevicePages
@@ -177,6 +194,10 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "refusals": checked_refusals,
     "not page-locked": checked_unpinned,
     "ranks": checked_ranks,
+    **{
+        f"from the device, {place}, {quantisation or 'as it is'}": partial(checked_near, place, quantisation)
+        for place, quantisation in (("packed", ""), ("fused", ""), ("separate NHD", ""), ("separate NHD", "fp8_e4m3"))
+    },
     **{f"measured, {place}": partial(checked_measure, place) for place in ("packed", "latent")},
     **{
         f"{way}, {place}, {quantisation or 'as it is'}": partial(checked_way, place, quantisation, way)
