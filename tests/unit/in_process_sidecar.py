@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import Acquired, Reserved
+from kvstore.client_slab import ClientSlab
 from kvstore.core.blocks import Extent, Holder
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import Overloaded, PeerUnavailable
@@ -39,9 +40,10 @@ class Arena:
 class InProcessSidecar:
     """One boot after another of a store with `num_segments` segments of 64 KiB."""
 
-    def __init__(self, *, num_segments: int = 4, clock: ManualClock | None = None) -> None:
+    def __init__(self, *, num_segments: int = 4, slab_segments: int = 0, clock: ManualClock | None = None) -> None:
         self.clock = clock or ManualClock()
         self.num_segments = num_segments
+        self.slab_segments = slab_segments
         self.away = False
         self.lose_next_reply = False
         self._boots = itertools.count(1)
@@ -53,8 +55,17 @@ class InProcessSidecar:
         generations = np.zeros(nbytes // 4096, np.uint64)
         slots = SegmentedSlots(nbytes, generations=SharedGenerations(generations), segment_bytes=SEGMENT_BYTES)
         slots.add_segments(self.num_segments)
-        self.store = Store(pinned=slots)
+        self.store = Store(pinned=slots, slab=self._slab() if self.slab_segments else None)
         self.arena = Arena(next(self._boots).to_bytes(16, "little"), np.zeros(nbytes, np.uint8), generations)
+
+    def _slab(self) -> SegmentedSlots:
+        nbytes = self.slab_segments * SEGMENT_BYTES
+        self.slab_generations = np.zeros(nbytes // 4096, np.uint64)
+        slots = SegmentedSlots(
+            nbytes, generations=SharedGenerations(self.slab_generations), segment_bytes=SEGMENT_BYTES
+        )
+        slots.add_segments(self.slab_segments)
+        return slots
 
     def next_session_id(self) -> int:
         return next(self._sessions)
@@ -91,6 +102,8 @@ class InProcessClient:
     traceparents: list[str] = field(default_factory=list)  # of Match and Acquire
     released: list[tuple[int, int, float]] = field(default_factory=list)
     reports: list[tuple[tuple, int, float]] = field(default_factory=list)
+    filled: list[bytes] = field(default_factory=list)
+    slab: ClientSlab | None = None
     pool_reports: list[PoolReport] = field(default_factory=list)
     refuses_pools: bool = False
     closed: bool = False
@@ -135,14 +148,21 @@ class InProcessClient:
         plan_id: int = 0,
         traceparent: str = "",
         further_group: bool = False,
+        slab: bool = False,
     ) -> Acquired:
         self.acquired.append((from_back, plan_id))
         self.traceparents.append(traceparent)
 
         def run(store: Store, now_s: float) -> Acquired:
-            grant = store.acquire(self._held_by(), request_id, namespace, keys, first_needed, 0.0, now_s)
+            grant = store.acquire(self._held_by(), request_id, namespace, keys, first_needed, 0.0, now_s, slab=slab)
             ready = b"\x01" * len(grant.extents)
-            return Acquired(grant.lease_id, grant.expires_s - now_s, grant.num_blocks, *_columns(grant.extents), ready)
+            answer = Acquired(
+                grant.lease_id, grant.expires_s - now_s, grant.num_blocks, *_columns(grant.extents), ready
+            )
+            if grant.slab is None:
+                return answer
+            offsets, generations = (column.astype(np.uint64) for column in grant.slab.slots)
+            return answer._replace(slab=grant.slab.uses, slab_offsets=offsets, slab_generations=generations)
 
         return self._call("acquire", run)
 
@@ -176,9 +196,12 @@ class InProcessClient:
     def abort(self, lease_id: int) -> None:
         self._call("abort", lambda store, now_s: store.abort(self._held_by(), lease_id, now_s))
 
-    def release(self, lease_id: int, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0) -> None:
+    def release(
+        self, lease_id: int, outcome: int, *, num_loaded: int = 0, seconds: float = 0.0, filled: bytes = b""
+    ) -> None:
         self.released.append((outcome, num_loaded, seconds))
-        self._call("release", lambda store, now_s: store.release(self._held_by(), lease_id, now_s))
+        self.filled.append(filled)
+        self._call("release", lambda store, now_s: store.release(self._held_by(), lease_id, now_s, filled=filled))
 
     def renew(self, lease_ids: list[int], ttl_s: float = 0.0, *, others_ended: bool = False) -> list[int]:
         def run(store: Store, now_s: float) -> list[int]:
