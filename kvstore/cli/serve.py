@@ -10,7 +10,7 @@ import click
 from kvstore.config import Setting, format_size, load_config, settings
 from kvstore.logs import LogFormat, configure
 
-_SHORT = {"arena_bytes": "--arena", "segment_bytes": "--segment"}
+_SHORT = {"arena_bytes": "--arena", "segment_bytes": "--segment", "hbm_slab_bytes": "--hbm-slab"}
 """Flags whose name is not that of their setting with dashes."""
 
 

@@ -2,6 +2,8 @@
 
     hold-write   reserve, write half of the blocks, say `holding LEASE`; on a line: write the rest, commit, say what happened
     hold-read    acquire what hold-write or put stored for SEED, say `holding LEASE`; on a line: copy, say what came of it
+    hold-fill    acquire what was stored for SEED, write half of a block into the first slot of the slab that is to be filled, say
+                 `holding LEASE OFFSET`, and wait for a line
     put          store NUM_BLOCKS in prefixes of 16, say how many were committed
     load         put and get until standard input closes, through restarts of the sidecar; then one line of JSON
     hang-up      like hold-write, but on the first line it closes its connection and lives on until the second
@@ -24,6 +26,7 @@ from sidecar_process import BLOCK_NBYTES, SPEC
 from kvstore.client import Client
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.errors import KVStoreError, PeerUnavailable
+from kvstore.core.plans import SlabUse
 from kvstore.proto import kvstore_pb2 as pb
 
 PREFIX_BLOCKS = 16
@@ -116,6 +119,16 @@ def hold_read(client: Client, keys: list[bytes], *, ttl_s: float) -> None:
         say(json.dumps(found | {"release": err.code}))
 
 
+def hold_fill(client: Client, keys: list[bytes]) -> None:
+    assert client.slab is not None
+    grant = client.acquire("held", client.namespaces[0].namespace, keys, slab=True)
+    assert set(grant.slab) == {SlabUse.FILL}, grant.slab
+    offset = int(grant.slab_offsets[0])
+    client.slab.write(offset, content(b"half written"[:8], BLOCK_NBYTES // 2))
+    say(f"holding {grant.lease_id} {offset}")
+    sys.stdin.readline()
+
+
 def hang_up(client: Client, keys: list[bytes]) -> None:
     grant = client.reserve("held", client.namespaces[0].namespace, keys)
     say(f"holding {grant.lease_id}")
@@ -155,7 +168,13 @@ def main() -> None:
     mode, socket, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
     num_blocks = int(sys.argv[4]) if len(sys.argv) > 4 else PREFIX_BLOCKS
     client = Client(
-        socket, instance=uuid.uuid4().bytes, role=pb.BOTH, specs=[SPEC], connect_deadline_s=5, call_deadline_s=2
+        socket,
+        instance=uuid.uuid4().bytes,
+        role=pb.BOTH,
+        specs=[SPEC],
+        want_slab=mode == "hold-fill",
+        connect_deadline_s=5,
+        call_deadline_s=2,
     )
     client.connect()
     keys = keys_of(seed, num_blocks)
@@ -163,6 +182,8 @@ def main() -> None:
         hold_write(client, keys, ttl_s=float(os.environ.get("TTL_S", "0")))
     elif mode == "hold-read":
         hold_read(client, keys, ttl_s=float(os.environ.get("TTL_S", "0")))
+    elif mode == "hold-fill":
+        hold_fill(client, keys)
     elif mode == "hang-up":
         hang_up(client, keys)
     elif mode == "put":

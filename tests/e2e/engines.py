@@ -94,9 +94,11 @@ class Engine:
         call_deadline_s: float,
         hand_over: HandOver | None = None,
         fetch: FetchPolicy = FetchPolicy.ALWAYS,  # so tiny a model computes sooner than anything is fetched
+        slab: bool = False,
         **settings: Any,
     ) -> None:
         self._fetch = fetch
+        self._slab = slab
         self._socket, self._before, self._call_deadline_s = socket, before, call_deadline_s
         self._hand_over = hand_over
         self.llm = LLM(model, connector_factory=self._connect, **(SMALL | settings))
@@ -104,12 +106,23 @@ class Engine:
     def _connect(self, spec: KVSpec) -> Connector:
         self.session = self._open_session(instance=uuid.uuid4().bytes, role=pb.BOTH, specs=[spec])
         self.scheduler = StoreSchedulerSide(
-            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over, fetch=self._fetch
+            self.session,
+            block_tokens=BLOCK,
+            clock=MonotonicClock(),
+            hand_over=self._hand_over,
+            fetch=self._fetch,
+            uses_slab=self._slab,
         )
         return Connector(self.scheduler, WatchedWorker(self.session, self._before))
 
     def _open_session(self, **hello: Any) -> StoreSession:
-        client = Client(str(self._socket), call_deadline_s=self._call_deadline_s, connect_deadline_s=PATIENT_S, **hello)
+        client = Client(
+            str(self._socket),
+            call_deadline_s=self._call_deadline_s,
+            connect_deadline_s=PATIENT_S,
+            want_slab=self._slab,
+            **hello,
+        )
         session = StoreSession(client, backoff_s=(0.01, 0.05))
         session.start()
         return session
@@ -140,7 +153,12 @@ class SplitEngine(Engine):
         self.session = self._open_session(instance=instance, role=pb.SCHEDULER, specs=[spec], want_arena=False)
         self.worker_session = self._open_session(instance=instance, role=pb.WORKER)
         self.scheduler = StoreSchedulerSide(
-            self.session, block_tokens=BLOCK, clock=MonotonicClock(), hand_over=self._hand_over, fetch=self._fetch
+            self.session,
+            block_tokens=BLOCK,
+            clock=MonotonicClock(),
+            hand_over=self._hand_over,
+            fetch=self._fetch,
+            uses_slab=self._slab,
         )
         return Connector(self.scheduler, WatchedWorker(self.worker_session, self._before))
 
