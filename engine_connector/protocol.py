@@ -202,8 +202,8 @@ class Pages(Protocol):
 
 @runtime_checkable
 class DeviceBlockPages(Pages, Protocol):
-    """Pages in a GPU's memory that can be copied from a block which lies there too. Optional: without it an engine reads nothing from
-    a slab on a GPU."""
+    """Pages in a GPU's memory that can be copied from a block which lies there too. Optional: without it an engine reads nothing
+    from a slab on a GPU."""
 
     def copy_in_device(self, block_id: int, block: Any) -> None:
         """As copy_in, of a torch tensor `[page_nbytes] uint8` on the pages' device."""

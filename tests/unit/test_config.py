@@ -149,6 +149,7 @@ def test_every_setting_has_a_flag_that_sets_it() -> None:
         "float": 0.5,
         "log_level": "debug",
         "log_format": "json",
+        "hbm_device": "cuda:1",
         "eviction": "lru",
         "nvme_write_policy": "write_back",
         "grpc_tcp": "localhost:7",
