@@ -115,9 +115,11 @@ class DevicePages:
             if self._runs is None:
                 unpack(self._pages, self._part, block_id, block, range(self.num_layers))
             else:
-                numbers = block.view(self._runs[0].dtype).split([run.shape[1] for run in self._runs])
-                for run, piece in zip(self._runs, numbers, strict=True):
-                    run[block_id].copy_(piece, non_blocking=True)
+                numbers, first = block.view(self._runs[0].dtype), 0
+                for run in self._runs:
+                    end = first + run.shape[1]
+                    run[block_id].copy_(numbers[first:end], non_blocking=True)
+                    first = end
         self._near.synchronize()
 
     def copy_out_layers(self, block_id: int, block: npt.NDArray[np.uint8], layers: range) -> None:
