@@ -75,7 +75,7 @@ class DevicePages:
         self._pinning = threading.Lock()
         self._out, self._in = (_Lane(self._new_ways(), threading.Lock()) for _ in range(2))
         self._choices: dict[str, Choice] = {}
-        self._runs = layer_runs(self._pages, self._part)
+        self._runs = layer_runs(self._pages, self.part)
         self._near, self._compute = new_stream(pages.first.device), current_stream(pages.first.device)
 
     @classmethod
@@ -113,7 +113,7 @@ class DevicePages:
         self._near.wait_stream(self._compute)
         with on(self._near):
             if self._runs is None:
-                unpack(self._pages, self._part, block_id, block, range(self.num_layers))
+                unpack(self._pages, self.part, block_id, block, range(self.num_layers))
             else:
                 numbers, first = block.view(self._runs[0].dtype), 0
                 for run in self._runs:
