@@ -23,6 +23,7 @@ KEPT, MORTAL = 1, 2
 """Marks of a row (pins.py): not to be evicted; has a time to live, and goes to no slower tier."""
 
 _FIRST_CAPACITY = 1024
+_MOST_USES = 255
 
 
 class Namespace(NamedTuple):
@@ -79,6 +80,7 @@ class BlockIndex:
         self.num_placed = np.empty(0, np.uint8)
         self.last_use = np.empty(0, np.int64)
         self.prior_use = np.empty(0, np.int64)
+        self.uses = np.empty(0, np.uint8)  # that `use` has counted; 255: or more
         self.counted_s = np.empty(0, np.float32)  # when `use` last took a row's use for another one
         self.hits = np.empty(0, np.uint32)
         self.marks = np.empty(0, np.uint8)
@@ -186,6 +188,7 @@ class BlockIndex:
         fresh = rows[now_s - self.counted_s[rows] >= CORRELATED_USE_S]
         again = fresh[self.last_use[fresh] > 0]  # pages of the column that hold no use before the last take no memory
         self.prior_use[again] = self.last_use[again]
+        self.uses[fresh] = np.minimum(self.uses[fresh], _MOST_USES - 1) + 1
         if now_s < math.inf:
             self.counted_s[fresh] = now_s
         self.touch(rows)
@@ -196,6 +199,8 @@ class BlockIndex:
         """Recency and hits from before a restart, where they are newer than what is known."""
         self.last_use[rows] = np.maximum(self.last_use[rows], last_use)
         self.hits[rows] = np.maximum(self.hits[rows], hits)
+        uses = np.minimum(self.hits[rows], _MOST_USES - 1).astype(np.uint8) + 1
+        self.uses[rows] = np.maximum(self.uses[rows], uses)
         again = rows[(hits > 0) & (self.prior_use[rows] == 0)]
         self.prior_use[again] = self.last_use[again]  # when it was, nobody wrote down
         if len(rows):
@@ -248,6 +253,7 @@ class BlockIndex:
         self.hits[rows] = 0
         self.last_use[rows] = 0
         self.prior_use[rows] = 0
+        self.uses[rows] = 0
         self.counted_s[rows] = -math.inf
         self.marks[rows] = 0
         self.label[rows] = 0
@@ -307,6 +313,7 @@ class BlockIndex:
         self.hits_at[row] = 0
         self.last_use_at[row] = 0
         self.prior_use_at[row] = 0
+        self.uses_at[row] = 0
         self.counted_s[row] = -math.inf
         self.marks_at[row] = 0
         self.label[row] = 0
@@ -320,6 +327,7 @@ class BlockIndex:
         self.num_placed = grown(self.num_placed, capacity)
         self.last_use = grown(self.last_use, capacity)
         self.prior_use = grown(self.prior_use, capacity)
+        self.uses = grown(self.uses, capacity)
         self.counted_s = grown(self.counted_s, capacity)
         self.hits = grown(self.hits, capacity)
         self.marks = grown(self.marks, capacity)
@@ -330,6 +338,7 @@ class BlockIndex:
         self.num_placed_at = self.num_placed.data
         self.last_use_at = self.last_use.data
         self.prior_use_at = self.prior_use.data
+        self.uses_at = self.uses.data
         self.hits_at = self.hits.data
         self.marks_at = self.marks.data
 

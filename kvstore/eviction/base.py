@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from kvstore.eviction.class_order import ClassOrder
 from kvstore.eviction.order import Cooled, LeafOrder
 from kvstore.eviction.policy import Candidates
 from kvstore.index import BlockIndex, Rows
@@ -11,7 +12,7 @@ from kvstore.index import BlockIndex, Rows
 class LeafPolicy(ABC):
     """An EvictionPolicy over orders of leaves. What is cooled goes first; its entries in the orders are found gone later."""
 
-    orders: Sequence[LeafOrder] = ()
+    orders: Sequence[LeafOrder | ClassOrder] = ()
 
     def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
         self.index = index
@@ -41,7 +42,7 @@ class LeafPolicy(ABC):
 
     def next_victim(self) -> int | None:
         """See EvictionPolicy."""
-        row = self._cooled.pop()
+        row = self._cooled.pop() if self._cooled.rows else None
         return self.choose() if row is None else row
 
     def check(self) -> None:

@@ -16,10 +16,12 @@ class Column(Generic[_T]):
     def __init__(self, index: BlockIndex, dtype: type[_T]) -> None:
         self._index = index
         self.values: NDArray[_T] = np.empty(0, dtype)
+        self.size = 0
         self.grow()
 
     def grow(self) -> None:
         """Follow the index."""
-        if len(self.values) < self._index.capacity:
+        if self.size < self._index.capacity:
             self.values = grown(self.values, self._index.capacity)
             self.at = self.values.data
+            self.size = len(self.values)

@@ -1,6 +1,7 @@
 """What a tier has evicted lately: when, by which expert, and when it was last used."""
 
 import math
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +13,12 @@ from kvstore.index import NO_PARENT, BlockIndex, Rows
 HISTORY = 32
 """Times as many evicted blocks as the tier holds are remembered: blocks come back after long."""
 
-_WAYS = 4
+_WAYS = 8
 _STAMP_BITS = 30  # of 32; the other two are the mark
 _STAMP_MASK = (1 << _STAMP_BITS) - 1
 _FIRST_SLOTS = 1024
 _RESIZE_EVICTIONS = 256
+_NUMBER = struct.Struct("<Q").unpack_from  # of a key: it is a hash
 
 
 class Ghost(NamedTuple):
@@ -25,16 +27,17 @@ class Ghost(NamedTuple):
     mark: int
     age: float  # blocks used since it was evicted, in blocks that the tier holds
     last_use: int
+    uses: int
 
 
 class Ghosts:
     """The last evictions, `history` for each block that the tier holds, MAX_GHOSTS at most, in a table of 16 bytes a slot.
 
-        slot       | tag (32 bits of the key) | stamp (30 bits of the clock), mark (2) | last use (64)
-        hash + 0   | 9a41 03bb                | 17, 1                                  | 16
-        ... + 3    | 0000 0000: free          |                                        |
+        slot            | tag (32 bits of the key) | stamp (30 bits of the clock), mark (2) | last use (56), uses (8)
+        8 x hash + 0    | 9a41 03bb                | 17, 1                                  | 16, 2
+        ...        + 7  | 0000 0000: free          |                                        |
 
-    A key, a hash already, has four slots; a new one takes a free one, or the oldest's: some in a hundred are lost too early.
+    A key, a hash already, has eight slots, which are filled in turn: one in a hundred is lost too early.
     Two keys whose slots and tags agree are taken for one another: one look-up in a billion. Growing forgets; a tier that
     fills grows.
     The clock counts blocks used (`index.num_uses`).
@@ -52,42 +55,38 @@ class Ghosts:
     @property
     def nbytes(self) -> int:
         """Memory that it takes."""
-        return self._tags.nbytes + self._stamps.nbytes + self._uses.nbytes
+        return self._tags.nbytes + self._stamps.nbytes + self._uses.nbytes + self._turns.nbytes
 
     def add(self, row: int, mark: int) -> None:
         """The row's block is being evicted; `mark` is 0 to 3."""
         if self._num_evicted % _RESIZE_EVICTIONS == 0:
             self._resize()
         self._num_evicted += 1
-        clock, tags, stamps = self._index.num_uses, self._tags_at, self._stamps_at
-        place, tag = self._place(self._index.keys[row])
-        best, oldest = place, -1
-        for way in range(_WAYS):
-            slot = (place + way) & self._mask
-            if tags[slot] == 0 or tags[slot] == tag:
-                best = slot
-                break
-            age = (clock - (stamps[slot] >> 2)) & _STAMP_MASK
-            if age > oldest:
-                best, oldest = slot, age
-        tags[best] = tag
-        stamps[best] = (clock & _STAMP_MASK) << 2 | mark
-        self._uses_at[best] = self._index.last_use_at[row]
+        index = self._index
+        (number,) = _NUMBER(index.keys[row])
+        place = number & self._mask
+        turn = self._turns_at[place]
+        self._turns_at[place] = (turn + 1) % _WAYS
+        slot = place * _WAYS + turn
+        self._tags_at[slot] = (number >> 32) or 1
+        self._stamps_at[slot] = (index.num_uses & _STAMP_MASK) << 2 | mark
+        self._uses_at[slot] = index.last_use_at[row] << 8 | index.uses_at[row]
 
     def take(self, row: int) -> Ghost | None:
         """What is known of the row's block, which is here again; it is forgotten."""
-        place, tag = self._place(self._index.keys[row])
-        for way in range(_WAYS):
-            slot = (place + way) & self._mask
-            if self._tags_at[slot] == tag:
-                self._tags_at[slot] = 0
-                stamp = self._stamps_at[slot]
-                age = (self._index.num_uses - (stamp >> 2)) & _STAMP_MASK
-                return Ghost(stamp & 3, age / self.capacity, self._uses_at[slot])
-        return None
+        (number,) = _NUMBER(self._index.keys[row])
+        first, tag = (number & self._mask) * _WAYS, (number >> 32) or 1
+        tags = self._tags_at[first : first + _WAYS].tolist()
+        if tag not in tags:
+            return None
+        slot = first + tags.index(tag)
+        self._tags_at[slot] = 0
+        stamp, use = self._stamps_at[slot], self._uses_at[slot]
+        age = (self._index.num_uses - (stamp >> 2)) & _STAMP_MASK
+        return Ghost(stamp & 3, age / self.capacity, use >> 8, use & 255)
 
     def take_first(self, rows: Rows) -> Ghost | None:
-        """A request's new blocks are here again: give the rows their last uses back, and say what is known of the first that is
+        """A request's new blocks are here again: give the rows their uses back, and say what is known of the first that is
         remembered. None too when the rows continue those of the call before: then that was the first."""
         first: Ghost | None = None
         index = self._index
@@ -98,6 +97,7 @@ class Ghosts:
                 first = first or ghost
                 if not index.last_use_at[row]:
                     index.last_use_at[row] = ghost.last_use
+                    index.uses_at[row] = ghost.uses
         if not numbers:
             return None
         parent, before = index.parent_at[numbers[0]], self._last_stored
@@ -110,26 +110,24 @@ class Ghosts:
         numbers = np.frombuffer(b"".join([keys[row][:8] for row in rows]), "<u8")
         tags = np.maximum(numbers >> np.uint64(32), np.uint64(1)).astype(np.uint32)
         places = (numbers & np.uint64(self._mask)).astype(np.int64)
-        slots = (places[:, None] + np.arange(_WAYS)) & self._mask
-        known = (self._tags[slots] == tags[:, None]).any(axis=1)
+        known = (self._tags.reshape(-1, _WAYS)[places] == tags[:, None]).any(axis=1)
         return [rows[i] for i in np.flatnonzero(known).tolist()]
-
-    def _place(self, key: bytes) -> tuple[int, int]:
-        number = int.from_bytes(key[:8], "little")
-        return number & self._mask, (number >> 32) or 1
 
     def _resize(self) -> None:
         self.capacity = max(1, self._tier.num_placed())
         wanted = min(self._history * self.capacity, MAX_GHOSTS)
         num_slots = 1 << math.ceil(math.log2(max(_FIRST_SLOTS, wanted)))
-        if num_slots > self._mask + 1:
+        if num_slots > len(self._tags):
             self._allocate(num_slots)
 
     def _allocate(self, num_slots: int) -> None:
-        self._mask = num_slots - 1
+        num_places = num_slots // _WAYS
+        self._mask = num_places - 1
         self._tags = np.zeros(num_slots, np.uint32)
         self._stamps = np.zeros(num_slots, np.uint32)
         self._uses = np.zeros(num_slots, np.int64)
+        self._turns = np.zeros(num_places, np.uint8)
         self._tags_at = self._tags.data
         self._stamps_at = self._stamps.data
         self._uses_at = self._uses.data
+        self._turns_at = self._turns.data

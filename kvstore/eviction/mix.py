@@ -1,46 +1,75 @@
-"""The default: two experts that take turns by weights, which regret moves."""
+"""The default: three experts that take turns by weights, which regret moves."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 from kvstore.eviction.base import LeafPolicy
+from kvstore.eviction.class_order import ClassOrder
 from kvstore.eviction.ghosts import Ghost, Ghosts
-from kvstore.eviction.lru import by_last_use, by_prior_use
+from kvstore.eviction.lru import by_prior_use
 from kvstore.eviction.order import LeafOrder
-from kvstore.eviction.policy import TierRows
+from kvstore.eviction.policy import Candidates, TierRows
+from kvstore.eviction.reuse_rate import CLASS_OF_USES, NUM_CLASSES, ReuseRates
 from kvstore.index import BlockIndex, Rows
 
 _LEARNING_RATE = 0.45
 _DISCOUNT = 0.005
 """Both as published: what a regret weighs falls to this after as many uses as the tier has blocks."""
 
-_LEAST_WEIGHT = 0.01  # so that neither expert is lost for ever
-_LRU, _LRU2 = 0, 1
+_LEAST_WEIGHT = 0.01  # so that no expert is lost for ever
+_VICTIMS_PER_TURN = 16  # at most; a turn ends with the request too
+_LRU, _LRU2, _RATE = range(3)
+_USED_ONCE = CLASS_OF_USES[1]
+
+
+class _UsedAgain:
+    """Candidates that were used more than once: of the others LRU-2 takes the oldest, as LRU does."""
+
+    def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
+        self._index = index
+        self._candidates = candidates
+
+    def is_evictable(self, row: int) -> bool:
+        """See Candidates."""
+        return self._index.uses_at[row] > 1 and self._candidates.is_evictable(row)
 
 
 class AdaptiveMix(LeafPolicy):
-    """Evicts what LRU would or what LRU-2 would, each its share of times; who evicted a block that is wanted again loses weight.
+    """Evicts what LRU would, or LRU-2, or what is least likely to be used again soon (reuse_rate.py): each its share of times;
+    who evicted a block that is wanted again loses weight.
 
     A request judges once, by its first block that is remembered: a prefix that comes back is one mistake, however long it is.
     (Vietri et al., Driving cache replacement with ML-based LeCaR, HotStorage 2018. Their second expert is LFU, which keeps for
     ever what was used often once, and loses everything where sessions end. Theirs are drawn by chance; with turns in
     proportion to the weights the same calls give the same victims, and hits of small tiers do not depend on a seed.)
+
+    The third expert looks at the oldest and the newest leaf of each class: where rates fall with age the oldest is the worst of
+    its class, and where all come back in turn, as in a loop, the newest is.
     """
 
     def __init__(self, index: BlockIndex, tier: TierRows) -> None:
         super().__init__(index, tier)
-        self.orders = (
-            LeafOrder(index, tier, by_last_use(index)),
-            LeafOrder(index, tier, by_prior_use(index)),
-        )
+        self._by_class = ClassOrder(index, tier)
+        self._by_prior_use = LeafOrder(index, _UsedAgain(index, tier), by_prior_use(index))
+        self.orders = (self._by_class, self._by_prior_use)
         self.ghosts = Ghosts(index, tier)
-        self.lru2_weight = 0.5
-        self._owed = 0.0  # turns of LRU-2
+        self._rates = ReuseRates(index, tier)
+        self.weights = [1 / 3] * 3
+        order = self._by_class
+        self._oldest = [partial(order.pop_oldest, number) for number in range(NUM_CLASSES)]
+        self._newest = [partial(order.pop_newest, number) for number in range(NUM_CLASSES)]
+        self._owed = [0.0] * 3  # victims of each
+        self._expert = _LRU  # whose turn it is
+        self._take: Callable[[], int | None] = self._oldest[0]  # where it takes victims from
+        self._num_taken = self._num_left = 0
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
         if self.candidates.is_evictable(row):
-            self.orders[_LRU].push(row)
-            self.orders[_LRU2].push(row)
+            self._by_class.push(row)
+            if self.index.uses_at[row] > 1:
+                self._by_prior_use.push(row)
 
     def stored(self, rows: Rows) -> None:
         """See EvictionPolicy."""
@@ -48,26 +77,76 @@ class AdaptiveMix(LeafPolicy):
         if ghost is not None:
             self._regret(ghost)
 
+    def used(self, rows: Rows) -> None:
+        """See EvictionPolicy. A leaf among them has another class now; others are leaves by chance only, and found later."""
+        self._rates.used(rows)
+        if len(rows):
+            self.offer(int(rows[-1]))
+
+    def needs(self, tenant: str, nbytes: int, capacity_bytes: int) -> None:
+        """See EvictionPolicy. What was the newest is another one now."""
+        del tenant, nbytes, capacity_bytes
+        self._num_left = 0
+
     def choose(self) -> int | None:
         """See LeafPolicy."""
-        self._owed += self.lru2_weight
-        expert = _LRU2 if self._owed >= 1 else _LRU
-        self._owed -= expert
-        row = self.orders[expert].pop()
+        row = self._take() if self._num_left else None
+        if row is None:
+            self._next_turn()
+            row = self._take()
         if row is not None:
-            self.ghosts.add(row, expert)
+            self._num_left -= 1
+            self._num_taken += 1
+            self.ghosts.add(row, self._expert)
         return row
+
+    def _next_turn(self) -> None:
+        """Of the expert that is furthest behind its share of the victims."""
+        for expert, weight in enumerate(self.weights):
+            self._owed[expert] += weight * self._num_taken
+        self._owed[self._expert] -= self._num_taken
+        behind = [owed + weight for owed, weight in zip(self._owed, self.weights, strict=True)]
+        self._expert = behind.index(max(behind))
+        self._num_taken, self._num_left = 0, _VICTIMS_PER_TURN
+        if self._expert == _LRU:
+            self._take = self._coldest()
+        elif self._expert == _RATE:
+            self._take = self._least_likely()
+        else:
+            is_one = self._by_class.oldest(_USED_ONCE) is not None
+            self._take = self._oldest[_USED_ONCE] if is_one else self._by_prior_use.pop
+
+    def _coldest(self) -> Callable[[], int | None]:
+        last_use = {}
+        for number in range(NUM_CLASSES):
+            row = self._by_class.oldest(number)
+            if row is not None:
+                last_use[number] = self.index.last_use_at[row]
+        return self._oldest[min(last_use, key=last_use.__getitem__, default=0)]
+
+    def _least_likely(self) -> Callable[[], int | None]:
+        least, now, last_use_at = math.inf, self.index.sequence, self.index.last_use_at
+        chosen = self._oldest[0]
+        for look, takes in ((self._by_class.oldest, self._oldest), (self._by_class.newest, self._newest)):
+            for number, take in enumerate(takes):
+                row = look(number)
+                if row is not None:
+                    rate = self._rates.rate(number, now - last_use_at[row])
+                    if rate < least:
+                        least, chosen = rate, take
+        return chosen
 
     def check(self) -> None:
         """See EvictionPolicy."""
         super().check()
-        assert 0 <= self._owed < 1
+        assert math.isclose(sum(self.weights), 1)
         for row in range(self.index.num_rows):
             if self.candidates.is_evictable(row):
-                assert all(order.holds(row) for order in self.orders)
+                assert self._by_class.holds(row)
+                assert self.index.uses_at[row] < 2 or self._by_prior_use.holds(row)
 
     def _regret(self, ghost: Ghost) -> None:
-        weights = [1 - self.lru2_weight, self.lru2_weight]
+        weights = self.weights.copy()
         weights[ghost.mark] *= math.exp(-_LEARNING_RATE * _DISCOUNT**ghost.age)
-        weight = weights[_LRU2] / sum(weights)
-        self.lru2_weight = min(max(weight, _LEAST_WEIGHT), 1 - _LEAST_WEIGHT)
+        kept = [max(weight / sum(weights), _LEAST_WEIGHT) for weight in weights]
+        self.weights = [weight / sum(kept) for weight in kept]

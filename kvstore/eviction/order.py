@@ -10,10 +10,10 @@ from kvstore.eviction.columns import Column
 from kvstore.eviction.policy import Candidates
 from kvstore.index import BlockIndex
 
-_ROW_BITS = 32
-_ROW_MASK = (1 << _ROW_BITS) - 1
-_ENTRY_NBYTES = 8 + 36  # a pointer, and an int beyond 2^60
-_SLACK = 1024  # entries that are worth no rebuilding
+ROW_BITS = 32
+ROW_MASK = (1 << ROW_BITS) - 1
+ENTRY_NBYTES = 8 + 36  # a pointer, and an int beyond 2^60
+SLACK = 1024  # entries that are worth no rebuilding
 
 
 class LeafOrder:
@@ -42,23 +42,23 @@ class LeafOrder:
     def push(self, row: int) -> None:
         """`row` is evictable."""
         queued = self._queued
-        if row >= len(queued.at):
+        if row >= queued.size:
             queued.grow()
         key = self._key(row)
         at = queued.at[row]
         if not at or at > key + 1:
             queued.at[row] = key + 1
-            if len(self._heap) > 2 * len(queued.at) + _SLACK:
+            if len(self._heap) > 2 * queued.size + SLACK:
                 self._rebuild()
-            heapq.heappush(self._heap, key << _ROW_BITS | row)
+            heapq.heappush(self._heap, key << ROW_BITS | row)
 
     def pop(self) -> int | None:
         """The evictable row with the smallest key, out of the order."""
         heap, queued_at = self._heap, self._queued.at
         while heap:
             entry = heap[0]
-            row = entry & _ROW_MASK
-            key = entry >> _ROW_BITS
+            row = entry & ROW_MASK
+            key = entry >> ROW_BITS
             if queued_at[row] != key + 1:
                 heapq.heappop(heap)
             elif not self._candidates.is_evictable(row):
@@ -66,7 +66,7 @@ class LeafOrder:
                 queued_at[row] = 0
             elif (current := self._key(row)) > key:
                 queued_at[row] = current + 1
-                heapq.heapreplace(heap, current << _ROW_BITS | row)
+                heapq.heapreplace(heap, current << ROW_BITS | row)
             else:
                 heapq.heappop(heap)
                 queued_at[row] = 0
@@ -75,7 +75,7 @@ class LeafOrder:
 
     def check(self) -> None:
         """A queued row has one entry that counts, which is not later than its key while it is evictable."""
-        entries = {entry & _ROW_MASK: entry >> _ROW_BITS for entry in self._heap if self._counts(entry)}
+        entries = {entry & ROW_MASK: entry >> ROW_BITS for entry in self._heap if self._counts(entry)}
         assert len(entries) == sum(map(self._counts, self._heap))
         assert entries.keys() == set(np.flatnonzero(self._queued.values).tolist())
         for row, key in entries.items():
@@ -84,15 +84,15 @@ class LeafOrder:
 
     def holds(self, row: int) -> bool:
         """Whether the row is queued."""
-        return row < len(self._queued.values) and self._queued.at[row] > 0
+        return row < self._queued.size and self._queued.at[row] > 0
 
     @property
     def nbytes(self) -> int:
         """Memory that it takes, about."""
-        return self._queued.values.nbytes + len(self._heap) * _ENTRY_NBYTES
+        return self._queued.values.nbytes + len(self._heap) * ENTRY_NBYTES
 
     def _counts(self, entry: int) -> bool:
-        return self._queued.at[entry & _ROW_MASK] == (entry >> _ROW_BITS) + 1
+        return self._queued.at[entry & ROW_MASK] == (entry >> ROW_BITS) + 1
 
     def _rebuild(self) -> None:
         self._heap = list(set(filter(self._counts, self._heap)))
@@ -105,21 +105,21 @@ class Cooled:
     def __init__(self, index: BlockIndex, candidates: Candidates) -> None:
         self._index = index
         self._candidates = candidates
-        self._rows: OrderedDict[int, int] = OrderedDict()  # by row: its last use when it was cooled
+        self.rows: OrderedDict[int, int] = OrderedDict()  # by row: its last use when it was cooled
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def add(self, rows: Iterable[int]) -> None:
         """In this order, behind those that are there."""
         for row in rows:
-            self._rows[row] = self._index.last_use_at[row]
-            self._rows.move_to_end(row)
+            self.rows[row] = self._index.last_use_at[row]
+            self.rows.move_to_end(row)
 
     def pop(self) -> int | None:
         """The next one that may go."""
-        while self._rows:
-            row, last_use = self._rows.popitem(last=False)
+        while self.rows:
+            row, last_use = self.rows.popitem(last=False)
             if self._index.last_use_at[row] == last_use and self._candidates.is_evictable(row):
                 return row
         return None

@@ -127,3 +127,14 @@ def test_a_scan_does_not_flush_what_the_default_knows_to_come_back() -> None:
 
     assert hits["lru"] == 0
     assert hits["adaptive"] > 0.3 * 600 * 8
+
+
+def test_a_loop_that_does_not_fit_hits_what_is_kept_of_it() -> None:
+    """20 documents of 16 blocks in turn, in a tier of three quarters of them: the oldest one is always the next."""
+    hits = {}
+    for name in ("lru", "adaptive"):
+        cache = ReplayCache(240, make_policy(name))
+        hits[name] = sum(cache.request(list(range(turn % 20 * 100, turn % 20 * 100 + 16))) for turn in range(1000))
+
+    assert hits["lru"] == 0
+    assert hits["adaptive"] > 0.5 * 1000 * 16
