@@ -41,6 +41,9 @@ class ClassOrder:
         number = CLASS_OF_USES[index.uses_at[row]]
         heap, stack = self._oldest[number], self._newest[number]
         entry = key << ROW_BITS | row
+        for entries in (heap, stack):
+            if entries and entries[-1] & ROW_MASK == row:
+                entries.pop()  # offered twice in a row; without its last one a heap is still a heap
         heapq.heappush(heap, entry)
         if not stack or entry > stack[-1]:
             stack.append(entry)
