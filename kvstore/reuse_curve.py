@@ -13,7 +13,7 @@ Sizes are in whatever unit the caller counts capacity in (1 a block, pages), val
 tokens).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class ReuseCurve:
         if followed:
             known, distances = self._stack.use(followed, size, insert=True)
             self._count(len(known), distances, value)
-            self._shrink()
+            self._shrink(self._stack.num_blocks, self._stack.hashes)
 
     def wanted(
         self, hashes: Hashes, *, size: int, value: float, num_had: int = 0, num_found: int = 0, extra: float = 0.0
@@ -94,8 +94,7 @@ class ReuseCurve:
             self._count(int(np.count_nonzero(behind)), distances[behind[known]], value)
             before = (~known & (places < num_found)).tolist()
             if any(before):
-                self._stack.use(list(compress(followed, before)), size, insert=True)
-                self._shrink()
+                self._insert(list(compress(followed, before)), size)
 
     def used(self, hashes: Hashes, *, size: int) -> None:
         """These are used besides: no hit or miss is counted of them."""
@@ -107,8 +106,7 @@ class ReuseCurve:
         """These are offered for storage: from now on a tier that is large enough has them."""
         followed, _ = self._followed(hashes)
         if followed:
-            self._stack.use(followed, size, insert=True)
-            self._shrink()
+            self._insert(followed, size)
 
     def age(self, part: float, num_epochs: int, max_epochs: int) -> None:
         """So many epochs have begun. What was counted so far counts for `part` of that from now on; blocks that were not used for
@@ -191,12 +189,18 @@ class ReuseCurve:
             self._weights = grown(self._weights, 2 * most)
         np.add.at(self._weights, buckets, value)
 
-    def _shrink(self) -> None:
-        """Follow fewer, some more than need be so that it is rare: those with the largest hashes go, and none as large comes in
-        any more."""
-        if 0 < self._max_followed < self._stack.num_blocks:
+    def _insert(self, followed: list[int], size: int) -> None:
+        """Follow these from now on, as many as there may be: what is too much goes before it takes room."""
+        self._shrink(len(followed), lambda: np.array(followed, np.uint64))
+        self._stack.use([one for one in followed if one <= self._limit], size, insert=True)
+        self._shrink(self._stack.num_blocks, self._stack.hashes)
+
+    def _shrink(self, num_blocks: int, hashes: Callable[[], Hashes]) -> None:
+        """These are to be followed. If they are too many, follow fewer, some more than need be so that it is rare: those with the
+        largest hashes go, and none as large comes in any more."""
+        if 0 < self._max_followed < num_blocks:
             kept = self._max_followed - self._max_followed // _SHRINK_PART
-            self._limit = int(np.partition(self._stack.hashes(), kept)[kept]) - 1
+            self._limit = int(np.partition(hashes(), kept)[kept]) - 1
             self._stack.keep_below(self._limit)
 
 
@@ -226,10 +230,12 @@ class _Stack:
     def use(self, numbers: list[int], size: int, *, insert: bool) -> tuple[NDArray[np.bool_], _Ints]:
         """Move blocks, given by hash, to the top, tail first; unknown ones are added if `insert`, else passed over. Which were
         known, and for each of those what had been used since its last use, itself included, before any of this call moved."""
-        if len(self._sizes) - self._next < len(numbers):
-            self._compact(len(numbers))
-        slots = np.array([self._slots.get(one, -1) for one in numbers], np.int64)
+        slots = self._find(numbers)
         known = slots >= 0
+        num_moved = len(numbers) if insert else int(np.count_nonzero(known))
+        if len(self._sizes) - self._next < num_moved:
+            self._compact(num_moved)
+            slots = self._find(numbers)
         found = slots[known]
         distances = self._sums.since(self._sizes, found)
         moved = numbers if insert or len(found) == len(numbers) else list(compress(numbers, known.tolist()))
@@ -252,6 +258,10 @@ class _Stack:
     def hashes(self) -> Hashes:
         """Of all."""
         return np.fromiter(self._slots, np.uint64, len(self._slots))
+
+    def _find(self, numbers: list[int]) -> _Ints:
+        """Their slots; -1: none."""
+        return np.array([self._slots.get(one, -1) for one in numbers], np.int64)
 
     def _forget(self, numbers: list[int]) -> None:
         self._change(np.array([self._slots.pop(one) for one in numbers], np.int64), 0)

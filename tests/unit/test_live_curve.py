@@ -14,7 +14,7 @@ from kvstore.core.blocks import Holder
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import RemoteProtocolError
 from kvstore.core.keys import HashScheme, KVSpec, pack_keys
-from kvstore.core.limits import SLOT_ALIGN_BYTES
+from kvstore.core.limits import MAX_KEYS_PER_CALL, SLOT_ALIGN_BYTES
 from kvstore.dispatcher import Dispatcher
 from kvstore.live_curve import CAPACITIES, ENDLESS, FORGET_S, HALF_LIFE_S, WITH_DRIVES, CurveFigures, LiveCurve
 from kvstore.proto import kvstore_pb2 as pb
@@ -126,6 +126,25 @@ def test_what_a_drive_brought_back_after_a_restart_is_known_once_it_was_found() 
         curve.wanted(namespace, SMALL, keys(range(10)), 0.0, num_tokens=160, num_had=0, num_found=8)
 
     assert rates(curve.figures(1 << 30, 0))[ENDLESS] == pytest.approx(3 * 8 / 40)
+
+
+@pytest.mark.parametrize("spec", [SMALL, SHA])
+def test_the_longest_calls_do_not_take_more_than_a_megabyte(spec: KVSpec) -> None:
+    """Asked for only, then stored, then found: what is too much goes before it takes room."""
+    curve, namespace = LiveCurve(), spec.namespace("")
+    for turn in range(3):
+        packed = keys(range(turn * MAX_KEYS_PER_CALL, (turn + 1) * MAX_KEYS_PER_CALL), spec)
+        for step in ("asked", "stored", "found"):
+            if step == "stored":
+                curve.stored(namespace, spec, packed)
+            else:
+                num_found = MAX_KEYS_PER_CALL if step == "found" or turn == 2 else 0
+                num_tokens = MAX_KEYS_PER_CALL * spec.block_tokens
+                curve.wanted(namespace, spec, packed, 0.0, num_tokens=num_tokens, num_had=0, num_found=num_found)
+            assert curve.figures(1 << 40, 0).memory_bytes < 1 << 20, (turn, step)
+
+    assert rates(curve.figures(1 << 40, 0))["1x"] == pytest.approx(0.5, abs=0.02)
+    assert rates(curve.figures(1 << 20, 0))["1x"] == pytest.approx(0.0, abs=0.02)
 
 
 def test_nothing_asked_and_no_ram_are_told_so() -> None:
