@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUE = 2048  # spans; the SDK's defaults, of this and of what follows
 _MAX_BATCH = 512
 _DELAY_MS = 5000
+_MOST = (1 << 31) - 1  # of any setting: 24 days
 _CONTEXTS = TraceContextTextMapPropagator()
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _NO_PARENT = Context()
@@ -42,10 +43,10 @@ class OtelTracer:
     """Implements core.traces.Tracer. `close` it: what is queued then still goes out, within a deadline."""
 
     def __init__(self, service_name: str, attributes: Attributes) -> None:
-        """Starts the exporter's thread."""
+        """Starts the exporter's thread. Raises ConfigError, and the SDK's ValueError, of variables that are not right."""
         ours = Resource.create({"service.name": service_name, **attributes})
-        self._queue = ExportQueue(OTLPSpanExporter())
         provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+        self._queue = ExportQueue(OTLPSpanExporter())
         provider.add_span_processor(self._queue)
         self._tracer = provider.get_tracer("kvstore")
 
@@ -90,6 +91,7 @@ class ExportQueue(SpanProcessor):
         self._max_batch = min(self._max_queue, _setting("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _MAX_BATCH))
         self._delay_s = _setting("OTEL_BSP_SCHEDULE_DELAY", _DELAY_MS) / 1e3
         self._spans: deque[ReadableSpan] = deque()
+        self._num_sending = 0
         self._counts = Counter(exported=0, dropped=0, failed=0)
         self._changed = threading.Condition()
         self._closing = False
@@ -114,7 +116,7 @@ class ExportQueue(SpanProcessor):
                 self._changed.notify()
 
     def close(self, deadline_s: float) -> None:
-        """Send what is queued, for at most so long."""
+        """Send what is queued, for at most so long; what is not sent then has failed."""
         if self._closing:
             return
         with self._changed:
@@ -122,6 +124,10 @@ class ExportQueue(SpanProcessor):
             self._changed.notify()
         self._thread.join(deadline_s)
         self._exporter.shutdown()  # a retry that goes on ends
+        with self._changed:
+            self._counts["failed"] += self._num_sending + len(self._spans)
+            self._num_sending = 0
+            self._spans.clear()
         logger.info("traces ended %s", " ".join(f"{name}={count}" for name, count in self.counts().items()))
 
     def _run(self) -> None:
@@ -134,7 +140,8 @@ class ExportQueue(SpanProcessor):
                 logger.exception("export crashed")
                 sent = False
             with self._changed:
-                self._counts["exported" if sent else "failed"] += len(batch)
+                self._counts["exported" if sent else "failed"] += self._num_sending
+                self._num_sending = 0
 
     def _next(self) -> list[ReadableSpan]:
         """A batch, full or after the delay; none: it is the end."""
@@ -142,7 +149,8 @@ class ExportQueue(SpanProcessor):
             self._changed.wait_for(lambda: self._closing or len(self._spans) >= self._max_batch, self._delay_s)
             while not (self._spans or self._closing):
                 self._changed.wait(self._delay_s)
-            return [self._spans.popleft() for _ in range(min(len(self._spans), self._max_batch))]
+            self._num_sending = min(len(self._spans), self._max_batch)
+            return [self._spans.popleft() for _ in range(self._num_sending)]
 
 
 def _wall_ns(at_s: float | None) -> int:
@@ -152,6 +160,6 @@ def _wall_ns(at_s: float | None) -> int:
 
 def _setting(name: str, default: int) -> int:
     text = os.environ.get(name) or str(default)
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(f"{name}: {text!r} is not right; use a whole number above 0", field=name, value=text)
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(_MOST)) and 0 < int(text) <= _MOST):
+        raise ConfigError(f"{name}: {text:.40} is not right; use 1 to {_MOST}", field=name, value=text[:40])
     return int(text)

@@ -29,4 +29,7 @@ def open_tracer(service_name: str, **attributes: str) -> "OtelTracer":
             field="trace",
             value=str(err.name),
         ) from err
-    return OtelTracer(service_name, attributes)
+    try:
+        return OtelTracer(service_name, attributes)
+    except ValueError as err:  # of the SDK, which names the variable
+        raise ConfigError(f"trace: {err}", field="trace", value=service_name) from err
