@@ -24,11 +24,14 @@ times to live, blocks of other nodes (they count as found). A replay with LRU gi
 policy that counts uses, to a percent: which uses are one depends on milliseconds.
 
 A recording that has reached its limit ends there (with the next 64 KiB): its start is cold, as the sidecar was. A file that is
-there is kept as FILE.before, in place of an older one. When the queue is full, or the disk, records are dropped and counted.
+there is kept as FILE.before, in place of an older one, if there is something in it; one that another sidecar writes is left
+alone, and its name refused. When the queue is full, records are dropped and counted. When the disk is, the recording ends, and
+what would have come is counted as dropped.
 """
 
 import contextlib
 import errno
+import fcntl
 import gzip
 import hashlib
 import json
@@ -80,6 +83,7 @@ class Recorder:
         self._taken_bytes = 0  # the thread's alone
         self._started_s: float | None = None
         self._running = False
+        self._failed = False  # it ended before its limit, by its disk
         self._num_dropped = 0  # by the loop
         self._num_lost = 0  # by the thread
         self._num_lines = 0
@@ -95,13 +99,12 @@ class Recorder:
         """Begin the file. Raises ConfigError."""
         try:
             if self._path.exists():
-                if not self._path.is_file():
-                    raise FileExistsError(errno.EEXIST, "it is there, and no file", str(self._path))
-                self._path.replace(self._path.with_name(self._path.name + ".before"))
+                self._set_aside()
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            _lock(descriptor, self._path)
         except OSError as err:
             raise ConfigError(
-                f"record: cannot write {self._path}: {err}; use a file in a directory that is there",
+                f"record: cannot write {self._path}: {err}; use a file of this sidecar's own, in a directory that is there",
                 field="record",
                 value=str(self._path),
             ) from err
@@ -151,12 +154,23 @@ class Recorder:
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
+    def _set_aside(self) -> None:
+        """What is there, unless somebody writes it now. Raises OSError."""
+        if not self._path.is_file():
+            raise FileExistsError(errno.EEXIST, "it is there, and no file", str(self._path))
+        with self._path.open("ab") as before:
+            _lock(before.fileno(), self._path)
+            if before.tell():
+                self._path.replace(self._path.with_name(self._path.name + ".before"))
+            else:
+                self._path.unlink()
+
     def _put(self, record: _Record) -> None:
-        if not self._running:
-            return
         nbytes = len(record.keys) + _RECORD_NBYTES
-        if self._put_bytes - self._taken_bytes + nbytes > MAX_QUEUED_RECORD_BYTES:
+        if self._failed or self._put_bytes - self._taken_bytes + nbytes > MAX_QUEUED_RECORD_BYTES:
             self._num_dropped += 1
+            return
+        if not self._running:
             return
         self._put_bytes += nbytes
         self._queue.put(record)
@@ -169,6 +183,7 @@ class Recorder:
             self._out.close()
             self._file.close()
         except OSError as err:
+            self._failed = True
             logger.warning("recording ended path=%s reason=%s", self._path, err)
             with contextlib.suppress(OSError):  # what is still in buffers: the same disk, the same reason
                 self._out.close()
@@ -205,9 +220,13 @@ class Recorder:
 
     def _flush(self, lines: list[bytes]) -> None:
         if lines:
-            self._out.write(b"".join(lines))
-            self._out.flush()
-            self._file.flush()
+            try:
+                self._out.write(b"".join(lines))
+                self._out.flush()
+                self._file.flush()
+            except OSError:
+                self._num_lost += len(lines)
+                raise
             self._num_lines += len(lines)
             self._num_bytes = self._file.tell()
 
@@ -251,6 +270,17 @@ class _Ids:
         digest = hashlib.blake2b(named, digest_size=_ID_NBYTES, key=self._salt).digest()
         number = self._known[named] = int.from_bytes(digest, "little") >> _ID_SHIFT
         return number
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Until it is closed, by the end of the process at the latest. Raises OSError if another process has it; where files cannot
+    be locked none has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as err:
+        raise FileExistsError(errno.EEXIST, "another sidecar records there", str(path)) from err
+    except OSError as err:
+        logger.info("recording is not locked path=%s reason=%s", path, err)
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

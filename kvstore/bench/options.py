@@ -12,9 +12,10 @@ from kvstore.bench import workload as make
 from kvstore.bench.arrivals import Arrivals
 from kvstore.bench.measures import Slo
 from kvstore.bench.plan import Target
-from kvstore.bench.trace import BLOCK_TOKENS, read_trace
+from kvstore.bench.trace import read_trace
 from kvstore.bench.workload import MAX_REQUESTS, Lengths, Span, Workload
 from kvstore.core.errors import ConfigError
+from kvstore.replay.trace import BLOCK_TOKENS
 
 MAX_TOKENS = 10_000_000
 """Of one length; longer than any model's context."""

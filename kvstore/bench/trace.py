@@ -4,21 +4,16 @@
 
 timestamp is in milliseconds; one hash id stands for 512 tokens of the prompt (`block_tokens`), the last one for the rest; equal
 ids are equal text with equal text before it. (Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving, section 4.)
-Lines may be gzipped (.gz).
+Lines may be gzipped.
 """
 
-import gzip
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvstore.bench.prompts import Piece, Pieces
 from kvstore.bench.workload import MAX_REQUESTS, Conversation, Turn, Workload
 from kvstore.core.errors import ConfigError
-
-BLOCK_TOKENS = 512
-"""What a hash id stands for in the published traces."""
+from kvstore.replay.trace import BLOCK_TOKENS, json_lines, wrong
 
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
@@ -32,11 +27,10 @@ def read_trace(
     """
     found: list[tuple[float, Turn]] = []
     pieces: dict[Piece, Piece] = {}  # one object for each block: a trace has some 100 for each request
-    for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
-            timestamp_ms, turn = _parse(line, f"trace {path}, line {number}", block_tokens)
-            question = tuple(pieces.setdefault(piece, piece) for piece in turn.question)
-            found.append((timestamp_ms, Turn(question, turn.output_tokens)))
+    for where, entry in json_lines(path):
+        timestamp_ms, turn = _parse(entry, where, block_tokens)
+        question = tuple(pieces.setdefault(piece, piece) for piece in turn.question)
+        found.append((timestamp_ms, Turn(question, turn.output_tokens)))
         if len(found) == limit:
             break
     if not found:
@@ -49,35 +43,21 @@ def read_trace(
     return Workload("trace", seed, conversations, tuple((ms - start_ms) / 1000 * time_scale for ms, _ in found))
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as err:
-        raise ConfigError(f"trace {path}: cannot be read: {err}", field="trace", value=str(path)) from err
-
-
-def _parse(line: str, where: str, block_tokens: int) -> tuple[float, Turn]:
-    try:
-        entry = json.loads(line)
-    except ValueError as err:
-        raise ConfigError(f"{where}: not JSON ({err}): {line[:60]!r}", field="trace", value=line[:60]) from err
-    if not isinstance(entry, dict):
-        raise _wrong(where, "line", entry, f"a JSON object with {', '.join(_FIELDS)}")
+def _parse(entry: dict[str, Any], where: str, block_tokens: int) -> tuple[float, Turn]:
     for field in _FIELDS:
         if field not in entry:
-            raise _wrong(where, field, "absent", f"all of {', '.join(_FIELDS)}")
+            raise wrong(where, field, "absent", f"all of {', '.join(_FIELDS)}")
     timestamp, length, output, ids = (entry[field] for field in _FIELDS)
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
-        raise _wrong(where, "timestamp", timestamp, "milliseconds, 0 or more")
+        raise wrong(where, "timestamp", timestamp, "milliseconds, 0 or more")
     if not _is_count(length) or length < 1:
-        raise _wrong(where, "input_length", length, "a whole number of tokens, 1 or more")
+        raise wrong(where, "input_length", length, "a whole number of tokens, 1 or more")
     if not _is_count(output):
-        raise _wrong(where, "output_length", output, "a whole number of tokens, 0 or more")
+        raise wrong(where, "output_length", output, "a whole number of tokens, 0 or more")
     if not isinstance(ids, list) or not all(_is_count(entry) for entry in ids):
-        raise _wrong(where, "hash_ids", ids, "a list of whole numbers, 0 or more")
+        raise wrong(where, "hash_ids", ids, "a list of whole numbers, 0 or more")
     if len(ids) != -(-length // block_tokens):
-        raise _wrong(
+        raise wrong(
             where,
             "hash_ids",
             f"{len(ids)} ids for {length} tokens",
@@ -93,8 +73,3 @@ def _pieces(ids: list[int], length: int, block_tokens: int) -> Pieces:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _wrong(where: str, field: str, value: Any, right: str) -> ConfigError:
-    shown = str(value)[:60]
-    return ConfigError(f"{where}: {field} is {shown}; use {right}", field=field, value=shown)

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from kvstore.core.blocks import slot_nbytes
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import SEGMENT_BYTES, SLOT_ALIGN_BYTES
 from kvstore.recorder import FORMAT, HEADER
 from kvstore.replay.trace import (
     Recorded,
@@ -21,6 +23,10 @@ from kvstore.replay.trace import (
 )
 
 _WHOLE = "a whole number, 0 or more"
+_COUNT = "a whole number, 1 or more"
+_QUOTA = "a part, above 0 and at most 1"
+_MAX_BLOCK_TOKENS = 4096  # as in KVSpec
+_MAX_SEGMENTS = 1 << 24  # 1 PiB of the default size; a replay has an entry for each
 
 
 def read_requests(path: Path, *, block_tokens: int, limit: int = 0, full_blocks: bool = False) -> Trace:
@@ -59,7 +65,8 @@ class _Reader:
         if HEADER in entry:
             self.recorded = _header(where, entry)
         elif "block_tokens" in entry:
-            self._spaces.append(_space(where, entry, len(self._spaces)))
+            segment = self.recorded.segment_bytes if self.recorded else SEGMENT_BYTES
+            self._spaces.append(_space(where, entry, len(self._spaces), segment))
         else:
             self._step(where, entry)
 
@@ -87,10 +94,11 @@ class _Reader:
         self.num_requests += 1
 
     def _blocks(self, where: str, entry: dict[str, Any], field: str, space: Space) -> list[int]:
+        """Each once: a client may have asked for one twice."""
         ids = entry.get(field, "absent")
         if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
             raise wrong(where, field, ids, "a list of whole numbers")
-        return [self._number(space, one) for one in ids]
+        return [self._number(space, one) for one in dict.fromkeys(ids)]
 
     def _number(self, space: Space, one: int) -> int:
         """An id names a block with all before it."""
@@ -100,15 +108,28 @@ class _Reader:
 def _header(where: str, entry: dict[str, Any]) -> Recorded:
     if entry[HEADER] != FORMAT:
         raise wrong(where, HEADER, entry[HEADER], f"{FORMAT}, the format that this version reads")
-    quota = check_number(where, entry, "tenant_quota", 0, "a part, above 0 and at most 1")
+    quota = check_number(where, entry, "tenant_quota", 0, _QUOTA)
+    if not 0 < quota <= 1:
+        raise wrong(where, "tenant_quota", quota, _QUOTA)
     arena, segment = (
         check_whole(where, entry, f"{name}_bytes", 1, "bytes, 1 or more") for name in ("arena", "segment")
     )
-    return Recorded(arena, segment, str(entry.get("eviction")), quota)
+    if segment % SLOT_ALIGN_BYTES:
+        raise wrong(where, "segment_bytes", segment, f"a multiple of {SLOT_ALIGN_BYTES}")
+    if arena % segment or arena // segment > _MAX_SEGMENTS:
+        raise wrong(where, "arena_bytes", arena, f"1 to {_MAX_SEGMENTS} segments of {segment} bytes")
+    eviction = entry.get("eviction", "absent")
+    if not isinstance(eviction, str) or not eviction:
+        raise wrong(where, "eviction", eviction, "the name of a policy")
+    return Recorded(arena, segment, eviction, quota)
 
 
-def _space(where: str, entry: dict[str, Any], number: int) -> Space:
+def _space(where: str, entry: dict[str, Any], number: int, segment_bytes: int) -> Space:
     if check_whole(where, entry, "namespace", 0, _WHOLE) != number:
         raise wrong(where, "namespace", entry["namespace"], f"{number}: they are numbered in their order")
-    tokens, nbytes = (check_whole(where, entry, name, 1, _WHOLE) for name in ("block_tokens", "block_bytes"))
+    tokens, nbytes = (check_whole(where, entry, name, 1, _COUNT) for name in ("block_tokens", "block_bytes"))
+    if tokens > _MAX_BLOCK_TOKENS:
+        raise wrong(where, "block_tokens", tokens, f"1 to {_MAX_BLOCK_TOKENS}")
+    if slot_nbytes(nbytes) > segment_bytes:
+        raise wrong(where, "block_bytes", nbytes, f"at most a segment, {segment_bytes}")
     return Space(number, str(entry.get("tenant", "")), tokens, nbytes)

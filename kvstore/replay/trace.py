@@ -5,6 +5,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 from kvstore.core.errors import ConfigError
 
 BLOCK_TOKENS = 512
+"""What a hash id stands for in the published traces."""
+
 _FIELDS = ("timestamp", "input_length", "hash_ids")
 _GZIP_MAGIC = b"\x1f\x8b"
 _BEYOND = 1 << 62  # of any number
@@ -113,6 +116,9 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, limit: int = 0, 
 def json_lines(path: Path, *, may_end_anywhere: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Objects of a file with one a line, packed or not, each with its place in words. `may_end_anywhere`: whoever wrote it may
     have been killed, or writes it still: what is not whole is its end. Raises ConfigError."""
+    number = 0
+    if path.exists() and not path.is_file():
+        raise _unreadable(path, number, "it is no file; write what comes out of a pipe to one")
     try:
         with path.open("rb") as file:
             packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
@@ -125,14 +131,15 @@ def json_lines(path: Path, *, may_end_anywhere: bool = False) -> Iterator[tuple[
                     yield where, _read_object(line, where)
     except EOFError as err:
         if not may_end_anywhere:
-            raise _unreadable(path, err) from err
-    except (OSError, UnicodeDecodeError) as err:
-        raise _unreadable(path, err) from err
+            raise _unreadable(path, number, err) from err
+    except (OSError, zlib.error) as err:
+        raise _unreadable(path, number, err) from err
 
 
 def wrong(where: str, field: str, value: Any, right: str) -> ConfigError:
     """What to raise of a field in a line."""
     shown = str(value)[:60]
+    shown = shown if shown.isprintable() else ascii(shown)
     return ConfigError(f"{where}: {field} is {shown}; use {right}", field=field, value=shown)
 
 
@@ -152,18 +159,17 @@ def check_whole(where: str, entry: dict[str, Any], field: str, low: int, right: 
     return value
 
 
-def _unreadable(path: Path, err: Exception) -> ConfigError:
-    return ConfigError(f"trace {path}: cannot be read: {err}", field="trace", value=str(path))
+def _unreadable(path: Path, number: int, err: Exception | str) -> ConfigError:
+    behind = f" behind line {number}" if number else ""
+    return ConfigError(f"trace {path}: cannot be read{behind}: {err}", field="trace", value=str(path))
 
 
 def _read_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise
-    except ValueError as err:
-        shown = line[:60].decode(errors="replace")
-        raise ConfigError(f"{where}: not JSON ({err}): {shown!r}", field="trace", value=shown) from err
+    except (ValueError, RecursionError) as err:  # not UTF-8, not JSON, or nested without end
+        shown = ascii(line[:60].decode(errors="replace"))
+        raise ConfigError(f"{where}: not JSON ({err}): {shown}", field="trace", value=shown) from err
     if not isinstance(entry, dict):
         raise wrong(where, "line", entry, f"a JSON object with {', '.join(_FIELDS)}")
     return entry

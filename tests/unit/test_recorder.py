@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import resource
 import stat
@@ -20,7 +21,7 @@ from kvstore.eviction import make_policy
 from kvstore.recorder import Recorder
 from kvstore.replay.cache import ReplayCache
 from kvstore.replay.capacity import read_capacity
-from kvstore.replay.recording import read_recording
+from kvstore.replay.recording import read_recording, read_requests
 from kvstore.replay.run import Found
 from kvstore.replay.trace import ReplayRequest, ReplayStore
 
@@ -173,6 +174,21 @@ def test_a_file_that_is_there_is_kept_and_nothing_else_is_moved(tmp_path: Path) 
     assert Path("/dev/null").is_char_device()
 
 
+def test_a_file_that_another_sidecar_writes_is_left_alone_and_an_empty_one_is_not_kept(tmp_path: Path) -> None:
+    path, before = tmp_path / "t.jsonl", tmp_path / "t.jsonl.before"
+    before.write_text("a good one")
+    with recording(path) as recorder:
+        some_traffic(recorder)
+        with pytest.raises(ConfigError, match="another sidecar records there"):
+            Recorder(path, 1 << 20, HEADER).open()
+    assert len(read_recording(path).requests) == 3
+
+    path.write_bytes(b"")  # the disk was full
+    with recording(path) as recorder:
+        some_traffic(recorder)
+    assert before.read_text() == "a good one"
+
+
 def test_it_ends_at_its_limit_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     with recording(path, limit=1 << 16) as recorder:
@@ -205,9 +221,13 @@ def test_what_the_queue_or_the_disk_does_not_take_is_counted(tmp_path: Path) -> 
             for turn in range(1500):
                 some_traffic(recorder, float(turn))
             wait_until(lambda: not recorder._running)
+            before = recorder.counters()["dropped_records_total"]
+            some_traffic(recorder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert recorder.counters()["dropped_records_total"] > 0
+    counters = recorder.counters()
+    assert counters["dropped_records_total"] == before + 5
+    assert counters["recorded_lines_total"] + counters["dropped_records_total"] == 1500 * 5 + 5 + 3
     assert len(read_recording(path).requests) > 100
 
 
@@ -241,6 +261,15 @@ def test_one_that_was_cut_off_anywhere_is_read_to_its_last_whole_line(tmp_path: 
         ({"timestamp": 1, "stored_ids": [1.5], "namespace": 0}, "stored_ids"),
         ({"timestamp": 1, "stored_ids": [1], "behind": "x", "namespace": 0}, "behind"),
         ({"timestamp": -1, "stored_ids": [1], "namespace": 0}, "timestamp"),
+        ({"namespace": 1, "tenant": "t", "block_tokens": 1 << 40, "block_bytes": 9}, "block_tokens"),
+        ({"namespace": 1, "tenant": "t", "block_tokens": 16, "block_bytes": (1 << 20) + 1}, "block_bytes"),
+        ({**HEADER, "kvstore_recording": 1, "tenant_quota": 0}, "tenant_quota"),
+        ({**HEADER, "kvstore_recording": 1, "tenant_quota": 5}, "tenant_quota"),
+        ({**HEADER, "kvstore_recording": 1, "eviction": ""}, "eviction"),
+        ({**HEADER, "kvstore_recording": 1, "eviction": ["lru"]}, "eviction"),
+        ({**HEADER, "kvstore_recording": 1, "segment_bytes": 3}, "segment_bytes"),
+        ({**HEADER, "kvstore_recording": 1, "arena_bytes": 1}, "arena_bytes"),
+        ({**HEADER, "kvstore_recording": 1, "arena_bytes": 1 << 60}, "arena_bytes"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: dict[str, Any], field: str) -> None:
@@ -255,6 +284,40 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: dict[str, Any], field: str)
 
     assert caught.value.fields["field"] == field
     assert "line 4" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"timestamp": 0, "input_length": 1, "hash_ids": []}\n\xff\xfe\n', "line 2: not JSON"),
+        (b"[" * 100_000, "line 1: not JSON"),
+        (b'{"timestamp": "\\u001b[2J"}\n', "line 1: input_length"),
+        (gzip.compress(b"{}\n" * 100)[:10] + b"\xff" * 99, "cannot be read"),
+        (None, "it is no file"),
+    ],
+)
+def test_a_file_of_anything_else_is_refused_in_words(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "anything"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+
+    with pytest.raises(ConfigError) as caught:
+        read_requests(path, block_tokens=16)
+
+    assert words in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_an_id_twice_in_a_line_is_one_block(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    twice = keys(range(1)) * 2
+    with recording(path) as recorder:
+        recorder.wanted(SPEC.namespace(""), "", SPEC, twice, 0.0, num_tokens=32, num_had=0, num_found=2)
+        recorder.used(SPEC.namespace(""), "", SPEC, twice, 1.0)
+
+    assert [step.blocks for step in read_recording(path).steps] == [[0], [0]]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
