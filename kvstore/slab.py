@@ -45,19 +45,24 @@ class Slab:
     """Loop thread only. `pinned` are the copies in RAM. Leases are the store's, by id; each ends here too, by `end`."""
 
     def __init__(self, index: BlockIndex, pinned: PlacementTable, slots: SlotSpace, counters: dict[str, int]) -> None:
-        self.blocks = Inventory(SLAB, index, slots, LeafLru, None)
+        self._blocks = Inventory(SLAB, index, slots, LeafLru, None)
         self._index = index
         self._pinned = pinned
         self._counters = counters
         self._held: dict[int, _Held] = {}  # by lease
         self._limbo: dict[int, SlotArrays] = {}  # by lease that expired: what it was to fill, and may be filling yet
 
+    @property
+    def blocks(self) -> Inventory:
+        """The copies here, with a place for every row that the index has now."""
+        self._blocks.table.grow()
+        return self._blocks
+
     def grant(self, lease_id: int, entry: Namespace, rows: Rows) -> SlabGrant:
         """For a live read lease on `rows`: which of them to read here, and which to copy here. Asked again it answers alike."""
         if lease_id in self._held:
             return self._held[lease_id].grant
         table = self.blocks.table
-        table.grow()
         uses = np.full(len(rows), SlabUse.NONE, np.uint8)
         uses[(table.state[rows] == READY) & (self._pinned.state[rows] == READY)] = SlabUse.READ
         read = rows[uses == SlabUse.READ]
@@ -118,12 +123,10 @@ class Slab:
 
     def drop(self, entry: Namespace, rows: Rows) -> None:
         """As Inventory.drop. Before RAM drops them."""
-        self.blocks.table.grow()
         self.blocks.drop(entry, rows)
 
     def forget(self, entry: Namespace, keys: Sequence[bytes]) -> None:
         """RAM has given these up."""
-        self.blocks.table.grow()
         rows = self._index.find_all(entry, keys)
         rows = rows[rows != NO_PARENT]
         table = self.blocks.table

@@ -427,7 +427,7 @@ class Store:
         rows, _ = self._readable_prefix(self._namespace(namespace), keys)
         self._let_go(rows)
         tail_first = rows[::-1].tolist()
-        for tier in (self._blocks, self._spill.nvme):
+        for tier in self._evicting():
             tier.policy.cool(tail_first)
         return len(rows)
 
@@ -655,7 +655,6 @@ class Store:
         if self._has_drives:
             tables.append(self._spill.nvme.table)
         if self._slab is not None:
-            self._slab.blocks.table.grow()
             tables.append(self._slab.blocks.table)
         return Inspector(self._index, tuple(tables), self._leases, self._labels)
 
@@ -777,7 +776,7 @@ class Store:
         """A request uses these: for the policies once, whatever verbs it comes with."""
         fresh = self._index.use(rows, now_s)
         if len(fresh):
-            for tier in (self._blocks, self._spill.nvme):
+            for tier in self._evicting():
                 tier.policy.used(fresh)
 
     def _readable_prefix(self, entry: Namespace, keys: Sequence[bytes]) -> tuple[Rows, NDArray[np.bool_]]:
@@ -902,8 +901,12 @@ class Store:
         self._offer(rows)
 
     def _offer(self, rows: Rows) -> None:
-        for tier in (self._blocks, self._spill.nvme):
+        for tier in self._evicting():
             tier.offer(rows)
+
+    def _evicting(self) -> tuple[Inventory, ...]:
+        """Whatever has an eviction order of its own."""
+        return (self._blocks, self._spill.nvme, *(() if self._slab is None else (self._slab.blocks,)))
 
     def _drop(self, entry: Namespace, rows: Rows) -> int:
         """Remove blocks of a namespace, given with everything below them; how many are no longer found or written."""

@@ -261,3 +261,22 @@ def test_what_is_dropped_while_it_is_filled_is_not_published() -> None:
 
     assert small.slab().free_bytes == small.slab().capacity_bytes
     assert small.slab().ready_blocks == 0
+
+
+def test_a_block_that_was_pinned_or_cooled_goes_from_here_too() -> None:
+    small = Slabbed(num_segments=8)
+    small.put(ANNA, "abcd")
+    small.store.pin(small.namespace, small.keys("abcd"), 10.0, 0.0)
+    small.heat("abcd")
+    for names in ("efgh", "ijkl", "mnop"):
+        small.heat(names)
+    small.store.cool(small.namespace, small.keys("ijkl"), 1.0)
+    small.heat("qrst")
+    assert uses(small.read(CLEO, "ijkl")) == [FILL] * 4, "cooled: before all others"
+
+    small = Slabbed(num_segments=8)
+    small.put(ANNA, "abcd")
+    small.store.pin(small.namespace, small.keys("abcd"), 10.0, 0.0)
+    small.heat("abcd")
+    small.store.expire(11.0)
+    small.store.check()
