@@ -184,6 +184,7 @@ class Dispatcher:
             rank=request.rank,
             namespaces=named,
             has_arena=request.want_arena,
+            has_slab=slab is not None,
             cuda_registered=request.cuda_registered or (slab is not None and slab.device != HOST),
             peer=peer,
         )
@@ -414,7 +415,7 @@ class Dispatcher:
             self._ttl_s(request.ttl_s),
             now_s,
             from_back=request.order == pb.BACK,
-            slab=request.slab,
+            slab=request.slab and self._sessions.may_use_slab(session),
         )
         self._on_leases_changed()
         if request.plan_id:

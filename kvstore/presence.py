@@ -109,10 +109,12 @@ class Presence:
                 self._remove(namespace, holder.instance, list(pool.parents), RemovalReason.DROPPED)
 
     def report(self, holder: Holder, namespace: bytes, report: PoolReport, block_nbytes: int) -> None:
-        """Take what one connection of an engine tells of its pool. A few milliseconds for MAX_REPORTED_BLOCKS."""
+        """Take what one connection of an engine tells of its pool; what another one told before is void, whether or not its end
+        was heard. A few milliseconds for MAX_REPORTED_BLOCKS."""
         pool = self._pools.setdefault(namespace, {}).setdefault(holder.instance, _Pool(holder.session_id, block_nbytes))
+        anew = report.cleared or pool.session_id != holder.session_id
+        gone = list(pool.parents) if anew else [key for key in report.removed if key in pool.parents]
         pool.session_id, pool.num_blocks = holder.session_id, report.num_blocks or pool.num_blocks
-        gone = list(pool.parents) if report.cleared else [key for key in report.removed if key in pool.parents]
         self._remove(namespace, holder.instance, list(dict.fromkeys(gone)), RemovalReason.EVICTED)
         added = self._add(holder.instance, pool, report.stored)
         if pool.parents:

@@ -2,7 +2,7 @@
 
 from kvstore.core.errors import Overloaded
 from kvstore.core.keys import unpack_keys
-from kvstore.core.limits import MAX_REPORTED_BLOCKS, MAX_REPORTED_RUNS
+from kvstore.core.limits import MAX_POOL_CAPACITY_BLOCKS, MAX_REPORTED_BLOCKS, MAX_REPORTED_RUNS
 from kvstore.field_checks import wrong
 from kvstore.presence import HeldRun, PoolReport
 from kvstore.proto import kvstore_pb2 as pb
@@ -17,6 +17,8 @@ def read_pool_report(request: pb.ReportRequest, digest_nbytes: int) -> PoolRepor
     nbytes = len(request.removed) + sum(len(run.keys) for run in request.stored)
     if (num_blocks := nbytes // digest_nbytes) > MAX_REPORTED_BLOCKS:
         raise _too_many("stored and removed", num_blocks, "MAX_REPORTED_BLOCKS", MAX_REPORTED_BLOCKS)
+    if request.pool_blocks > MAX_POOL_CAPACITY_BLOCKS:
+        raise wrong("pool_blocks", request.pool_blocks, f"use at most {MAX_POOL_CAPACITY_BLOCKS}, or 0: not told")
     for run in request.stored:
         if len(run.parent) not in (0, digest_nbytes):
             right = f"use {digest_nbytes}, or none for a first block"

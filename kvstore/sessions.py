@@ -64,6 +64,7 @@ class Session:
     rank: int
     namespaces: frozenset[bytes]  # named in Hello
     has_arena: bool
+    has_slab: bool
     cuda_registered: bool
     peer: Peer
 
@@ -128,6 +129,7 @@ class Sessions:
         rank: int,
         namespaces: frozenset[bytes],
         has_arena: bool,
+        has_slab: bool = False,
         cuda_registered: bool,
         peer: Peer,
     ) -> Session:
@@ -147,6 +149,7 @@ class Sessions:
             rank=rank,
             namespaces=namespaces,
             has_arena=has_arena,
+            has_slab=has_slab,
             cuda_registered=cuda_registered,
             peer=peer,
         )
@@ -172,10 +175,11 @@ class Sessions:
 
     def may_write(self, session: Session) -> bool:
         """Whether the session or another of its instance was handed the arena."""
-        if session.has_arena:
-            return True
-        instance = self._instances.get(session.holder.instance)
-        return instance is not None and any(other.has_arena for other in instance.sessions)
+        return any(each.has_arena for each in self._of_instance(session))
+
+    def may_use_slab(self, session: Session) -> bool:
+        """Likewise the slab."""
+        return any(each.has_slab for each in self._of_instance(session))
 
     def close(self) -> None:
         """Stop watching; close every connection."""
@@ -197,6 +201,10 @@ class Sessions:
         assert sum(len(entry.sessions) for entry in self._instances.values()) == sum(
             1 for session in self._sessions.values() if session.holder.instance
         )
+
+    def _of_instance(self, session: Session) -> set[Session]:
+        instance = self._instances.get(session.holder.instance)
+        return {session} if instance is None else instance.sessions
 
     def _join(self, session: Session) -> None:
         instance = self._instances.setdefault(

@@ -14,7 +14,7 @@ from test_fencing import client_process
 
 from kvstore.cli.main import cli
 from kvstore.client import Acquired, Client
-from kvstore.core.errors import ConfigError
+from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.plans import SlabUse
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -153,6 +153,28 @@ def test_old_and_new_know_each_other(tmp_path: Path) -> None:
         assert client.slab is None
         assert put(client, keys) == 4
         assert read(client, keys).slab == b""
+
+
+def test_who_has_not_mapped_the_slab_cannot_say_that_it_filled_a_slot(tmp_path: Path) -> None:
+    """Else whoever maps it would read there what nobody wrote."""
+    keys = keys_of(3, 4)
+    with running_sidecar(tmp_path, *SLAB) as sidecar, connect(sidecar) as client:
+        wait_until_faulted(client)
+        put(client, keys)
+        client.release(read(client, keys).lease_id, pb.LOADED)
+        for want_arena in (True, False):
+            instance = uuid.uuid4().bytes
+            with Client(
+                str(sidecar.socket), instance=instance, role=pb.BOTH, specs=[SPEC], want_arena=want_arena
+            ) as other:
+                grant = read(other, keys)
+                assert grant.num_blocks == 4
+                assert not any(grant.slab)
+                with pytest.raises(ProtocolError):
+                    other.release(grant.lease_id, pb.LOADED, filled=b"\1" * 4)
+                other.release(grant.lease_id, pb.LOADED)
+
+        assert list(read(client, keys).slab) == [SlabUse.FILL] * 4
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,9 @@ def test_what_a_connection_told_is_forgotten_with_it_and_what_another_told_is_no
     node.report(ANNA, "abc")
     node.report(BERT, "ab")
     again = Holder(ANNA.instance, 7)
-    node.report(again, "xy", cleared=True)
+    node.report(again, "xy")  # it tells all anew: the first connection's end is heard late
 
-    node.presence.end_session(ANNA)  # its end is heard late
+    node.presence.end_session(ANNA)
     assert node.believed() == set(keys("abxy"))
     node.presence.end_session(again)
     assert node.believed() == set(keys("ab"))
@@ -291,6 +291,7 @@ def test_what_is_wrong_in_a_report_is_named() -> None:
         "stored.parent": pb.ReportRequest(stored=[pb.HeldRun(parent=b"short", keys=packed)]),
         "stored.keys": pb.ReportRequest(stored=[pb.HeldRun()]),
         "keys": pb.ReportRequest(removed=b"short"),
+        "pool_blocks": pb.ReportRequest(pool_blocks=2**32 - 1),
     }
     for field, request in wrong.items():
         with pytest.raises((RemoteProtocolError, SpecMismatch)) as caught:
