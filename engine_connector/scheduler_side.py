@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvstore.client import Acquired, Client, Reserved
+from kvstore.client import Acquired, Client, Reserved, wire_request_id
 from kvstore.core.blocks import KeyStatus
 from kvstore.core.clock import Clock
 from kvstore.core.errors import ConfigError
-from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES, SAVE_DEADLINE_S, TAIL_KEEP_S
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S, LOAD_DEADLINE_S, SAVE_DEADLINE_S, TAIL_KEEP_S
 from kvstore.core.plans import FetchPlan, MatchWish, SlabUse
 from kvstore.core.traces import Span, Tracer
 from kvstore.engine_connector.group_parts import GroupPart, GroupParts
@@ -144,7 +144,7 @@ class StoreSchedulerSide:
         # What a producer computed for this instance is not computed again: it is there to decode.
         planned = self._fetch is FetchPolicy.PLANNED and not has_tail
         wish = self._wish(request, first) if planned else None
-        name = _wire_name(request)
+        name = wire_request_id(request.request_id)
         traceparent = "" if self._tracer is None else request.traceparent
         match = self._session.ask(
             link, lambda client, _: client.match(leader, keys, wish, request_id=name, traceparent=traceparent)
@@ -532,7 +532,7 @@ class StoreSchedulerSide:
 
     def _wish(self, request: Request, first: int) -> MatchWish:
         return MatchWish(
-            _wire_name(request),
+            wire_request_id(request.request_id),
             request.num_tokens,
             first_needed=first,
             chunk_tokens=self._chunk_tokens,
@@ -674,11 +674,6 @@ def _release(
     client: Client, _: Link, *, lease_id: int, outcome: int, num_loaded: int, seconds: float, filled: bytes
 ) -> None:
     client.release(lease_id, outcome, num_loaded=num_loaded, seconds=seconds, filled=filled)
-
-
-def _wire_name(request: Request) -> str:
-    """The engine's own id, as far as the wire has room for it: it may be a caller's."""
-    return request.request_id.encode(errors="replace")[:MAX_REQUEST_ID_BYTES].decode(errors="ignore")
 
 
 def _slab_moves(grant: Acquired) -> tuple[SlabMove, ...]:

@@ -1,5 +1,6 @@
 """The engine's and the tools' end of the local socket: plain blocking calls, each within a deadline."""
 
+import hashlib
 import os
 import select
 import socket
@@ -25,7 +26,7 @@ from kvstore.core.errors import (
     error_from_wire,
 )
 from kvstore.core.keys import KVSpec, pack_keys
-from kvstore.core.limits import CALL_DEADLINE_S, CONNECT_DEADLINE_S
+from kvstore.core.limits import CALL_DEADLINE_S, CONNECT_DEADLINE_S, MAX_REQUEST_ID_BYTES
 from kvstore.core.plans import FetchPlan, Match, MatchWish, NamespaceInfo, NearMiss
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.transport.frames import FROM_SERVER, MAX_CALL_ID, Frame, FrameDecoder, Kind, Verb, encode_frame
@@ -380,10 +381,9 @@ class Client:
         self._call(Verb.REPORT, request, pb.ReportReply)
 
     def explain(self, *, request_id: str = "", last: int = 0) -> list[pb.PlanRecord]:
-        """The last plans, newest first: of one request, or of all; 0: ten."""
-        return list(
-            self._call(Verb.EXPLAIN, pb.ExplainRequest(request_id=request_id, last=last), pb.ExplainReply).plans
-        )
+        """The last plans, newest first: of one request, by its engine's id, or of all; 0: ten."""
+        request = pb.ExplainRequest(request_id=wire_request_id(request_id), last=last)
+        return list(self._call(Verb.EXPLAIN, request, pb.ExplainReply).plans)
 
     def locate(self, namespace: bytes, keys: Sequence[bytes] | bytes) -> list[pb.NodeHolding]:
         """Which nodes hold how much of the prefix `keys`, farthest first: this one, and those that it has heard of. For routers;
@@ -601,6 +601,16 @@ def _check_hello(reply: pb.HelloReply, *, num_descriptors: int, wanted: int, cut
             field="descriptors",
             value=num_descriptors,
         )
+
+
+def wire_request_id(request_id: str) -> str:
+    """An engine's own id, which may be a caller's: any text, of any length. One that the wire has no room for ends with a digest
+    of all of it, so that two of them stay two."""
+    encoded = request_id.encode(errors="replace")
+    if len(encoded) <= MAX_REQUEST_ID_BYTES:
+        return encoded.decode()
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return encoded[: MAX_REQUEST_ID_BYTES - len(digest) - 1].decode(errors="ignore") + "~" + digest
 
 
 def _packed(keys: Sequence[bytes] | bytes) -> bytes:

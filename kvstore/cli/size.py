@@ -1,6 +1,7 @@
 """`kvstore size`: how much memory a trace, a recording, or a running sidecar's traffic is worth."""
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +24,7 @@ from kvstore.cli.output import (
     output_options,
     write,
 )
-from kvstore.config import parse_size
+from kvstore.config import format_size, parse_size
 from kvstore.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -163,7 +164,19 @@ def _of_sidecar(socket: str | None, deadline_s: float, costs: "ReplayCosts") -> 
     with Client(socket, role=pb.TOOL, connect_deadline_s=deadline_s, call_deadline_s=deadline_s) as client:
         stats = client.stats()
     curve = stats.capacity_curve
-    sizes, rates = np.log2(curve.bytes), list(curve.hit_rates)
+    sizes, rates = list(curve.bytes), list(curve.hit_rates)
+
+    def rates_of(wanted: Sequence[float]) -> Sequence[float]:
+        if not rates:
+            return [0.0] * len(wanted)
+        for each in wanted:
+            if not sizes[0] <= each <= sizes[-1]:
+                right = (
+                    f"sizes from {format_size(ceil(sizes[0]))} to {format_size(int(sizes[-1]))}, which its curve has"
+                )
+                raise ConfigError(f"--capacity: {each} bytes; use {right}", field="capacity", value=each)
+        return np.interp(np.log2(wanted), np.log2(sizes), rates).tolist()  # type: ignore[no-any-return]
+
     named = {each.capacity: each for each in curve.capacities}
     figures = [
         Figure("requested_tokens", "tokens it rests on", round(curve.requested_tokens), as_count),
@@ -175,7 +188,7 @@ def _of_sidecar(socket: str | None, deadline_s: float, costs: "ReplayCosts") -> 
         unit="bytes",
         unit_nbytes=1.0,
         hit="token_hit",
-        hit_rates=lambda wanted: np.interp(np.log2(wanted), sizes, rates).tolist() if rates else [0.0] * len(wanted),
+        hit_rates=rates_of,
         points=list(zip(curve.bytes, rates, strict=True)),
         sizes=sorted({each.bytes for each in curve.capacities if each.bytes}),
         work_usd_per_h=_measured_usd_per_h(stats, costs),

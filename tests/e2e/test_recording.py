@@ -14,6 +14,7 @@ from sidecar_process import SPEC, SidecarProcess, running_sidecar, tool, wait_un
 
 from kvstore.cli.main import cli
 from kvstore.client import Client
+from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -109,6 +110,9 @@ def test_a_replay_of_the_recording_gives_the_hits_that_the_sidecar_counted(tmp_p
             wait_until(lambda: look.stats().usage.num_requests == NUM_REQUESTS, "all settled", 20.0)
         stats = look.stats()
         live = run_json("size", "--live", "--socket", str(sidecar.socket))
+        for beyond in ("1", "99999TiB"):
+            with pytest.raises(ConfigError, match=r"--capacity: .* which its curve has"):
+                run_json("size", "--live", "--socket", str(sidecar.socket), "--capacity", beyond)
         assert sidecar.stop() == 0
 
     replayed = run_json("replay", str(path))

@@ -1,7 +1,7 @@
 """Match with a wish, Report and Explain, through the dispatcher and without a socket."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from small_store import PAGE
 from kvstore.core.blocks import Holder
 from kvstore.core.clock import ManualClock
 from kvstore.core.errors import RemoteProtocolError, UnknownLease
-from kvstore.core.limits import LOAD_SETTLE_S, MAX_PREFILL_SAMPLES
+from kvstore.core.limits import LOAD_SETTLE_S, MAX_PREFILL_SAMPLES, MAX_REQUEST_ID_BYTES
 from kvstore.core.moves import Move, Urgency
 from kvstore.dispatcher import Dispatcher
 from kvstore.metrics import StatsCollector
@@ -103,6 +103,26 @@ def house() -> Iterator[House]:
     loop = asyncio.new_event_loop()
     yield House([f"n{i}" for i in range(40)], loop)
     loop.close()
+
+
+@pytest.mark.parametrize("verb", ["Match", "Match with a wish", "Acquire", "Reserve", "Explain"])
+def test_a_request_id_that_is_too_long_is_refused_by_every_verb_that_has_one(house: House, verb: str) -> None:
+    fits, longer = "é" * (MAX_REQUEST_ID_BYTES // 2), "é" * (MAX_REQUEST_ID_BYTES // 2) + "e"
+
+    def call(request_id: str) -> None:
+        some = {"namespace": house.small.namespace, "keys": house.keys, "request_id": request_id}
+        calls: dict[str, Callable[[], object]] = {
+            "Match": lambda: house.call(Verb.MATCH, pb.MatchRequest(**some)),
+            "Match with a wish": lambda: house.match(request_id=request_id),
+            "Acquire": lambda: house.call(Verb.ACQUIRE, pb.AcquireRequest(**some)),
+            "Reserve": lambda: house.call(Verb.RESERVE, pb.ReserveRequest(**some)),
+            "Explain": lambda: house.explain(request_id=request_id),
+        }
+        calls[verb]()
+
+    call(fits)
+    with pytest.raises(RemoteProtocolError, match="request_id: 257 bytes"):
+        call(longer)
 
 
 def test_further_groups_of_a_request_are_neither_planned_nor_counted(house: House) -> None:

@@ -8,7 +8,7 @@ import pytest
 from engine_side import BLOCK, SPEC, Request, Side, pages
 from in_process_sidecar import InProcessSidecar
 
-from kvstore.core.limits import LOAD_DEADLINE_S
+from kvstore.core.limits import LOAD_DEADLINE_S, MAX_REQUEST_ID_BYTES
 from kvstore.core.plans import FetchPlan, MatchWish
 from kvstore.engine_connector.protocol import (
     BothEndsScheduler,
@@ -21,6 +21,7 @@ from kvstore.engine_connector.protocol import (
 )
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.step_times import REPORT_INTERVAL_S
+from kvstore.field_checks import check_request_id
 from kvstore.proto.kvstore_pb2 import FAILED, LOADED
 
 PLAN = FetchPlan(
@@ -87,6 +88,20 @@ def test_the_wish_tells_what_a_plan_needs(b: Side) -> None:
     assert b.client.match_wishes == [
         MatchWish("r", 6 * BLOCK + 3, first_needed=1, chunk_tokens=512, both_ends=True, deadline_s=LOAD_DEADLINE_S)
     ]
+
+
+def test_a_request_id_of_any_length_is_cut_to_what_the_wire_takes_and_two_stay_two(b: Side) -> None:
+    ids = ["x" * MAX_REQUEST_ID_BYTES, "x" * 100_000, "x" * 100_000 + "y", "é" * MAX_REQUEST_ID_BYTES, "\ud800"]
+
+    for request_id in ids:
+        b.match(Request(request_id, 4))
+
+    sent = [wish.request_id for wish in b.client.match_wishes if wish]
+    assert b.client.match_names == sent
+    assert sent[0] == ids[0]
+    assert len(set(sent)) == len(ids)
+    for each in sent:
+        check_request_id(each)
 
 
 def test_an_engine_that_fills_from_one_end_says_so(b: Side) -> None:
