@@ -98,7 +98,7 @@ class Sidecar:
         self._path.claim()
         try:
             with self._arena as arena, ExitStack() as opened:
-                slab = await asyncio.to_thread(_open_slab, self._config, opened)
+                slab = await asyncio.to_thread(_open_slab, self._config, arena, opened)
                 await self._serve(arena, slab, loop, stop)
         finally:
             self._path.release()
@@ -285,12 +285,16 @@ class _OpenSlab(NamedTuple):
         return SlabSize(self.memory.device, self.memory.nbytes)
 
 
-def _open_slab(config: Config, opened: ExitStack) -> _OpenSlab | None:
+def _open_slab(config: Config, arena: Arena, opened: ExitStack) -> _OpenSlab | None:
     """If it is wanted; closed with `opened`. Blocks. Raises ConfigError."""
     if not config.hbm_slab_bytes:
         return None
     num_segments = config.hbm_slab_bytes // config.segment_bytes
-    memory = device_memory(config.hbm_device, num_segments * config.segment_bytes)
+    memory = device_memory(
+        config.hbm_device,
+        num_segments * config.segment_bytes,
+        available_bytes=lambda: available_memory_bytes() - (arena.nbytes - arena.faulted_nbytes),
+    )
     opened.callback(memory.close)
     memory.open()
     num_segments = memory.nbytes // config.segment_bytes  # a GPU gives out whole pages of its own

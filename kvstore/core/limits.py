@@ -98,7 +98,7 @@ MAX_POOL_BLOCKS_PER_INSTANCE = 1 << 17
 """And of one engine: two million tokens at 16 a block. Forgetting them takes some 20 ms."""
 
 MAX_POOL_CAPACITY_BLOCKS = 1 << 24
-"""Blocks that an engine may say fit into its pool: 268 million tokens at 16 a block. Sums of such pools stay far below 2^64 bytes."""
+"""Blocks that an engine may say fit into its pool: 268 million tokens at 16 a block. The sum of many is far below 2^64 bytes."""
 
 MAX_REPORTED_BLOCKS = 8192
 """Blocks of a pool in one Report, those that came and those that went; some 4 ms. More: Overloaded."""

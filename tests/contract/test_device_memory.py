@@ -53,6 +53,16 @@ def test_what_one_mapping_writes_another_reads(memory: DeviceMemory) -> None:
         assert (host_copy(other.slot(offset, len(content))) == content).all()
 
 
+def test_host_memory_that_is_not_there_is_not_taken() -> None:
+    memory = device_memory("host", NBYTES, available_bytes=lambda: NBYTES - 1)
+
+    with pytest.raises(ConfigError, match=r"asked for, 4194303 are available; use fewer") as caught:
+        memory.open()
+
+    assert caught.value.fields["field"] == "hbm_slab_bytes"
+    memory.close()
+
+
 def test_a_mapping_outlives_the_memory_that_its_maker_closed(memory: DeviceMemory) -> None:
     mapping = mapped(memory)
     mapping.write(PAGE, block(4))

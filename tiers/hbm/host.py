@@ -3,12 +3,14 @@
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ConfigError
 from kvstore.tiers.generation_table import sized_memfd
+from kvstore.tiers.host_memory import available_memory_bytes
 
 
 class HostMemory:
@@ -16,8 +18,10 @@ class HostMemory:
 
     device = "host"
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, available_bytes: Callable[[], int] = available_memory_bytes) -> None:
+        """`available_bytes`: what may be taken when it is opened; without looking, the kernel would kill somebody for it."""
         self.nbytes = nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._available_bytes = available_bytes
         self._fd = -1
 
     @property
@@ -29,6 +33,14 @@ class HostMemory:
     def open(self) -> None:
         """See DeviceMemory."""
         assert self._fd < 0
+        available = self._available_bytes()
+        if self.nbytes > available:
+            raise ConfigError(
+                f"hbm_slab_bytes: {self.nbytes} bytes of host memory asked for, {available} are available; use fewer",
+                field="hbm_slab_bytes",
+                value=self.nbytes,
+                available=available,
+            )
         try:
             self._fd = sized_memfd("kvstore-slab", self.nbytes)
             os.posix_fallocate(self._fd, 0, self.nbytes)

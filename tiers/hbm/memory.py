@@ -7,6 +7,7 @@ pages, and copies between the two as its pages do.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ConfigError
 from kvstore.tiers.hbm.cuda import CudaMapping, CudaMemory
 from kvstore.tiers.hbm.host import HostMapping, HostMemory
+from kvstore.tiers.host_memory import available_memory_bytes
 
 _CUDA = re.compile(r"cuda:(\d{1,3})")
 
@@ -58,10 +60,13 @@ class DeviceMapping(Protocol):
         ...
 
 
-def device_memory(device: str, nbytes: int) -> DeviceMemory:
-    """Memory of that device, not taken yet. Raises ConfigError for a name that is none."""
+def device_memory(
+    device: str, nbytes: int, *, available_bytes: Callable[[], int] = available_memory_bytes
+) -> DeviceMemory:
+    """Memory of that device, not taken yet; `available_bytes`: of the host's, how much may be. Raises ConfigError for a name
+    that is none."""
     if device == "host":
-        return HostMemory(nbytes)
+        return HostMemory(nbytes, available_bytes=available_bytes)
     return CudaMemory(_ordinal(device), nbytes)
 
 
