@@ -40,7 +40,9 @@ class Adapters:
             adapter = (lora.lora_name, lora.lora_path)
             if adapter not in self._refused:
                 self._refused.add(adapter)
-                logger.warning("adapter not shared name=%s path=%s reason=%s", *adapter, err.message)
+                logger.warning(
+                    "adapter not shared name=%s path=%s reason=%s", lora.lora_name, lora.lora_path, err.message
+                )
             return None
 
     def _fingerprint(self, directory: Path) -> str:

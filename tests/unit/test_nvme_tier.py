@@ -739,13 +739,20 @@ class TestFullDrive:
 class TestClose:
     def test_a_drive_that_hangs_does_not_hold_us(self, two: House) -> None:
         tier = two.open()
-        hang = threading.Event()
+        hangs, hang = threading.Event(), threading.Event()
         file = two.file(0)
         write_from = file.write_from
-        file.write_from = lambda *arguments: (hang.wait(60.0), write_from(*arguments))[1]  # type: ignore[method-assign]
+
+        def hanging(offset: int, views: Sequence[memoryview]) -> int:
+            hangs.set()
+            hang.wait(60.0)
+            return write_from(offset, views)
+
+        file.write_from = hanging  # type: ignore[method-assign]
         two.num_moves += 1
         tier.submit([Move(10_000, Urgency.WRITE, 0, block(1, drive=0))])
         two.write(tier, block(2, drive=1))
+        assert hangs.wait(DEADLINE_S)
 
         assert not tier.close(1.0)
 
