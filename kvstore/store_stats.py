@@ -66,9 +66,6 @@ def tier_stats(tier: Inventory, quarantined_bytes: int) -> TierStats:
     )
 
 
-_MOST_BYTES = 1 << 62  # whatever engines tell of their pools: a reply has 64 bits
-
-
 def pool_stats(sizes: Iterable[PoolSize]) -> TierStats:
     """Of all engines' own pools together: a block counts for each that has it."""
     num_blocks = ready_bytes = capacity_bytes = 0
@@ -76,7 +73,6 @@ def pool_stats(sizes: Iterable[PoolSize]) -> TierStats:
         num_blocks += size.num_held
         ready_bytes += size.num_held * size.block_nbytes
         capacity_bytes += size.num_blocks * size.block_nbytes
-    capacity_bytes = min(capacity_bytes, _MOST_BYTES)
     return TierStats(HBM, capacity_bytes, ready_bytes, 0, 0, 0, capacity_bytes - ready_bytes, num_blocks)
 
 
