@@ -10,12 +10,15 @@ threads into engines that fork.
 The SDK's own batch processor does the same but for the counting.
 """
 
+import io
 import logging
 import os
 import threading
 import time
 from collections import Counter, deque
+from typing import Any
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUE = 2048  # spans; the SDK's defaults, of this and of what follows
 _MAX_BATCH = 512
 _DELAY_MS = 5000
+_MAX_ANSWER_BYTES = 1 << 16
+_OWN_SESSIONS = tuple(f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{of}CREDENTIAL_PROVIDER" for of in ("", "TRACES_"))
 _MOST = (1 << 31) - 1  # of any setting: 24 days
 _CONTEXTS = TraceContextTextMapPropagator()
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
@@ -46,7 +51,8 @@ class OtelTracer:
         """Starts the exporter's thread. Raises ConfigError, and the SDK's ValueError, of variables that are not right."""
         ours = Resource.create({"service.name": service_name, **attributes})
         provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
-        self._queue = ExportQueue(OTLPSpanExporter())
+        has_own = any(map(os.environ.get, _OWN_SESSIONS))
+        self._queue = ExportQueue(OTLPSpanExporter(session=None if has_own else _Session()))
         provider.add_span_processor(self._queue)
         self._tracer = provider.get_tracer("kvstore")
 
@@ -80,6 +86,21 @@ class OpenSpan:
         """See core.traces.Span."""
         self._span.set_attributes(dict(attributes))
         self._span.end(_wall_ns(at_s))
+
+
+class _Session(requests.Session):
+    """Of any answer the status and a piece are read: the SDK would take all that comes into memory, without end. It also takes a
+    redirect for success, and does not follow it."""
+
+    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
+        answer = super().send(request, **{**kwargs, "stream": True})
+        piece = answer.raw.read(_MAX_ANSWER_BYTES)
+        answer.close()
+        answer.raw = io.BytesIO(piece)
+        if answer.is_redirect:
+            where = answer.headers["location"]
+            raise requests.TooManyRedirects(f"the collector answers {answer.status_code}: ask {where}", response=answer)
+        return answer
 
 
 class ExportQueue(SpanProcessor):

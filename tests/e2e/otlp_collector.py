@@ -14,6 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 WAIT_S = 15.0
+MUCH_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ class Received:
 
 
 class Collector:
-    def __init__(self, *, hangs: bool = False) -> None:
-        """`hangs`: takes every request and answers none, until it is closed."""
+    def __init__(self, *, hangs: bool = False, endless: bool = False, moved: bool = False) -> None:
+        """`hangs`: takes every request and answers none, until it is closed. `endless`: answers that it has them, and goes on
+        for as long as anybody reads. `moved`: says that another place takes them."""
         self.spans: list[Received] = []
         self.num_requests = 0
+        self.num_answered_bytes = 0  # of what has no end
         self._changed = threading.Condition()
         self._closing = threading.Event()
         collector = self
@@ -52,15 +55,31 @@ class Collector:
                 if hangs:
                     collector._closing.wait()
                     return
+                if moved:
+                    self.send_response(307)
+                    self.send_header("Location", "/elsewhere")
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 assert self.path == "/v1/traces"
                 assert self.headers["Content-Type"] == "application/x-protobuf"
                 collector._take(ExportTraceServiceRequest.FromString(body))
+                if endless:
+                    self._answer_without_end()
+                    return
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/x-protobuf")
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
+
+            def _answer_without_end(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                with contextlib.suppress(ConnectionError):  # the reader has enough
+                    while collector.num_answered_bytes < MUCH_BYTES:
+                        collector.num_answered_bytes += self.wfile.write(bytes(1 << 16))
 
             def log_message(self, *_: Any) -> None:
                 return
@@ -116,8 +135,8 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running_collector(*, hangs: bool = False) -> Iterator[Collector]:
-    with contextlib.closing(Collector(hangs=hangs)) as collector:
+def running_collector(**how: bool) -> Iterator[Collector]:
+    with contextlib.closing(Collector(**how)) as collector:
         yield collector
 
 

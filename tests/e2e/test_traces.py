@@ -12,7 +12,7 @@ import pytest
 from api_server_process import ANSWER_DEADLINE_S, BLOCK, MODEL, ApiServerProcess, running_api_server
 from cluster_nodes import ClusterNode, cluster_in
 from engines import Bench
-from otlp_collector import Collector, Received, running_collector, traceparent
+from otlp_collector import MUCH_BYTES, Collector, Received, running_collector, traceparent
 from sidecar_process import SidecarProcess, connected, running_sidecar, tool, wait_until
 
 from kvstore.core.errors import ConfigError
@@ -265,6 +265,20 @@ def test_a_full_queue_costs_spans_and_no_time(monkeypatch: pytest.MonkeyPatch) -
         assert time.monotonic() - began_s < 5.0
         tracer.start("late", "").end({})
         assert tracer.counts() == {"exported": 0, "dropped": 97, "failed": 5}  # each is counted once
+
+
+@pytest.mark.parametrize(("how", "counted"), [("endless", "exported"), ("moved", "failed")])
+def test_of_an_answer_a_piece_is_read_and_one_that_sends_us_elsewhere_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, how: str, counted: str
+) -> None:
+    with running_collector(**{how: True}) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        tracer = open_tracer("kvstore")
+        tracer.start("one", "").end({})
+        tracer.close(10.0)
+
+        assert tracer.counts() == {"exported": 0, "dropped": 0, "failed": 0} | {counted: 1}
+        assert collector.num_answered_bytes < MUCH_BYTES / 4  # what fits into sockets
 
 
 @pytest.mark.parametrize(
