@@ -427,7 +427,7 @@ class Store:
         rows, _ = self._readable_prefix(self._namespace(namespace), keys)
         self._let_go(rows)
         tail_first = rows[::-1].tolist()
-        for tier in self._evicting():
+        for tier in self._tiers():
             tier.policy.cool(tail_first)
         return len(rows)
 
@@ -651,12 +651,7 @@ class Store:
 
     def inspector(self) -> Inspector:
         """To look at single blocks."""
-        tables = [self._blocks.table]
-        if self._has_drives:
-            tables.append(self._spill.nvme.table)
-        if self._slab is not None:
-            tables.append(self._slab.blocks.table)
-        return Inspector(self._index, tuple(tables), self._leases, self._labels)
+        return Inspector(self._index, tuple(tier.table for tier in self._tiers()), self._leases, self._labels)
 
     def label(self, namespace: bytes, keys: Sequence[bytes], text: str) -> None:
         """A prompt of these blocks is called so; those that are not known stay so."""
@@ -665,7 +660,6 @@ class Store:
 
     def removals(self) -> list[Removals]:
         """What left which tier, why, and by whose choice."""
-        tiers = (self._blocks, self._spill.nvme) if self._has_drives else (self._blocks,)
         return [
             Removals(
                 tier.table.tier,
@@ -673,7 +667,7 @@ class Store:
                 reason.value,
                 *tier.removed[reason],
             )
-            for tier in tiers
+            for tier in self._tiers()
             for reason in RemovalReason
         ]
 
@@ -691,7 +685,7 @@ class Store:
     def held_by_tenant(self) -> dict[str, dict[str, int]]:
         """READY bytes, by slot, in each tier."""
         held: dict[str, dict[str, int]] = {}
-        for tier in (self._blocks, self._spill.nvme) if self._has_drives else (self._blocks,):
+        for tier in self._tiers():
             for entry in self._index.namespaces:
                 if num_blocks := tier.num_ready(entry):
                     of_tenant = held.setdefault(entry.tenant, {})
@@ -776,7 +770,7 @@ class Store:
         """A request uses these: for the policies once, whatever verbs it comes with."""
         fresh = self._index.use(rows, now_s)
         if len(fresh):
-            for tier in self._evicting():
+            for tier in self._tiers():
                 tier.policy.used(fresh)
 
     def _readable_prefix(self, entry: Namespace, keys: Sequence[bytes]) -> tuple[Rows, NDArray[np.bool_]]:
@@ -901,12 +895,13 @@ class Store:
         self._offer(rows)
 
     def _offer(self, rows: Rows) -> None:
-        for tier in self._evicting():
+        for tier in self._tiers():
             tier.offer(rows)
 
-    def _evicting(self) -> tuple[Inventory, ...]:
-        """Whatever has an eviction order of its own."""
-        return (self._blocks, self._spill.nvme, *(() if self._slab is None else (self._slab.blocks,)))
+    def _tiers(self) -> list[Inventory]:
+        """Whatever has slots and an eviction order of its own: RAM, drives and slab, as far as they are there."""
+        tiers = [self._blocks, self._spill.nvme] if self._has_drives else [self._blocks]
+        return tiers if self._slab is None else [*tiers, self._slab.blocks]
 
     def _drop(self, entry: Namespace, rows: Rows) -> int:
         """Remove blocks of a namespace, given with everything below them; how many are no longer found or written."""

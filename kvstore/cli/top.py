@@ -153,11 +153,13 @@ class _Watch:
             for name in figures
             if name.startswith(beginning)
         ]
+        if (evicted := f"removed.{tier.name}.evicted") in figures:  # engines' own pools are theirs to evict
+            moved.append(f"evicts {self._per_s(evicted):,.0f}/s")
         yield Text.assemble(
             (f"{TIER_NAMES.get(tier.name, tier.name):<9} ", "bold"),
             bar(used, _BAR, tier_style(tier.name)),
-            f" {used:.0%} of {decimal(tier.capacity_bytes)}, {tier.ready_blocks:,} blocks, ",
-            ", ".join([*moved, f"evicts {self._per_s(f'removed.{tier.name}.evicted'):,.0f}/s"]),
+            f" {used:.0%} of {decimal(tier.capacity_bytes)}, {tier.ready_blocks:,} blocks",
+            "".join(f", {each}" for each in moved),
         )
 
     def _growth(self, name: str, end: int = -1) -> float:

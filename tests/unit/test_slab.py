@@ -212,7 +212,12 @@ def test_a_full_slab_gives_up_the_least_recent_leaf_but_nothing_that_is_read() -
     assert (small.slab_generations[pages] == generations[pages]).all(), "I4, I7"
     assert uses(small.read(CLEO, "efgh")) == [FILL] * 4
     small.release(BERT, reading)
-    assert small.counter("slab_evicted_blocks_total") >= 4
+    evicted = small.counter("slab_evicted_blocks_total")
+    assert evicted >= 4
+    removals = {(each.tier, each.reason): each for each in small.store.removals()}
+    assert removals["slab", "evicted"].num_blocks == evicted
+    assert removals["slab", "evicted"].policy == "leaf_lru"
+    assert small.store.held_by_tenant()[""]["slab"] == small.slab().ready_bytes > 0
 
 
 def test_one_long_prompt_does_not_take_the_slab() -> None:
