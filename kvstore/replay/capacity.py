@@ -10,6 +10,9 @@ from kvstore.replay.unit_slots import UnitDrive, UnitSlots
 from kvstore.tiers.slots import CountedGenerations, SegmentedSlots
 from kvstore.tiers.striped import StripedSlots
 
+MAX_SEGMENTS = 1 << 24  # 1 PiB of the default size; a replay has an entry for each
+MAX_BLOCKS = 1 << 26  # likewise, of 40 bytes
+
 
 class Capacity(NamedTuple):
     """Of a tier."""
@@ -39,16 +42,20 @@ class Capacity(NamedTuple):
 def read_capacity(text: str, field: str, recorded: Recorded | None) -> Capacity:
     """`10000` blocks, or of a recording `8GiB`, in whole segments. Raises ConfigError."""
     digits = text.strip()
-    if digits.isdecimal() and int(digits) > 0:
-        return Capacity(int(digits))
+    if 0 < (num_blocks := int(digits) if digits.isdecimal() else 0) <= MAX_BLOCKS:
+        return Capacity(num_blocks)
     try:
         nbytes = parse_size(digits)
     except ValueError:
         nbytes = 0
-    if nbytes > 0 and recorded is None:
+    if num_blocks:
+        right = f"use at most {MAX_BLOCKS} blocks"
+    elif nbytes > 0 and recorded is None:
         right = "a trace does not say how large a block is: use blocks, such as 10000"
     elif recorded is not None and nbytes < recorded.segment_bytes:
         right = f"use blocks, such as 10000, or a size of at least a segment, {recorded.segment_bytes} bytes"
+    elif recorded is not None and nbytes // recorded.segment_bytes > MAX_SEGMENTS:
+        right = f"use at most {MAX_SEGMENTS} segments of {recorded.segment_bytes} bytes"
     elif recorded is not None:
         return Capacity(nbytes - nbytes % recorded.segment_bytes, recorded.segment_bytes)
     else:

@@ -7,6 +7,7 @@ from kvstore.core.blocks import slot_nbytes
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import SEGMENT_BYTES, SLOT_ALIGN_BYTES
 from kvstore.recorder import FORMAT, HEADER
+from kvstore.replay.capacity import MAX_SEGMENTS
 from kvstore.replay.trace import (
     Recorded,
     ReplayRequest,
@@ -26,7 +27,6 @@ _WHOLE = "a whole number, 0 or more"
 _COUNT = "a whole number, 1 or more"
 _QUOTA = "a part, above 0 and at most 1"
 _MAX_BLOCK_TOKENS = 4096  # as in KVSpec
-_MAX_SEGMENTS = 1 << 24  # 1 PiB of the default size; a replay has an entry for each
 
 
 def read_requests(path: Path, *, block_tokens: int, limit: int = 0, full_blocks: bool = False) -> Trace:
@@ -116,8 +116,8 @@ def _header(where: str, entry: dict[str, Any]) -> Recorded:
     )
     if segment % SLOT_ALIGN_BYTES:
         raise wrong(where, "segment_bytes", segment, f"a multiple of {SLOT_ALIGN_BYTES}")
-    if arena % segment or arena // segment > _MAX_SEGMENTS:
-        raise wrong(where, "arena_bytes", arena, f"1 to {_MAX_SEGMENTS} segments of {segment} bytes")
+    if arena % segment or arena // segment > MAX_SEGMENTS:
+        raise wrong(where, "arena_bytes", arena, f"1 to {MAX_SEGMENTS} segments of {segment} bytes")
     eviction = entry.get("eviction", "absent")
     if not isinstance(eviction, str) or not eviction:
         raise wrong(where, "eviction", eviction, "the name of a policy")

@@ -23,7 +23,7 @@ from kvstore.replay.cache import ReplayCache
 from kvstore.replay.capacity import read_capacity
 from kvstore.replay.recording import read_recording, read_requests
 from kvstore.replay.run import Found
-from kvstore.replay.trace import ReplayRequest, ReplayStore
+from kvstore.replay.trace import Recorded, ReplayRequest, ReplayStore
 
 SPEC = KVSpec(weights="w", num_layers=1, num_kv_heads=2, head_dim=64, dtype="float16")
 WIDE = KVSpec(
@@ -308,6 +308,12 @@ def test_a_file_of_anything_else_is_refused_in_words(tmp_path: Path, content: by
 
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("text", ["999999TiB", "9" * 30 + "TiB"])
+def test_a_capacity_beyond_any_machine_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="use at most 16777216 segments"):
+        read_capacity(text, "capacity", Recorded(1 << 24, 1 << 20, "lru", 1.0))
 
 
 def test_an_id_twice_in_a_line_is_one_block(tmp_path: Path) -> None:
