@@ -53,6 +53,7 @@ class House:
             rank=0,
             namespaces=frozenset() if role == pb.TOOL else frozenset({self.small.namespace}),
             has_arena=True,
+            has_slab=False,
             cuda_registered=False,
             peer=Peer(0, None, local=True, trusted=trusted, close=lambda _: None),
         )
