@@ -34,6 +34,7 @@ _DOUBLINGS = 6  # of the RAM, up and down, that the curve shows
 _MAX_STEPS = 64
 _FEW_TOKENS = 10_000  # tell nothing
 _HASH_NBYTES = 8
+_ODD, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)  # multiplicative hashing, with the golden ratio
 
 
 class CapacityHits(NamedTuple):
@@ -126,9 +127,15 @@ class LiveCurve:
 
 
 def _hashes(namespace: bytes, spec: KVSpec, keys: bytes) -> Hashes:
-    """A number for each block: eight bytes of its key, other ones in another namespace."""
-    words = np.frombuffer(keys, "<u8")[:: spec.hash.digest_nbytes // _HASH_NBYTES]
-    numbers: Hashes = words ^ np.frombuffer(namespace, "<u8", count=1)
+    """A number for each block, of all of its key, other ones in another namespace. Keys are hashes; those of an engine that
+    counts instead are spread all the same, or the sample would be all of them, or none."""
+    words = np.frombuffer(keys, "<u8").reshape(-1, spec.hash.digest_nbytes // _HASH_NBYTES)
+    numbers: Hashes = words[:, 0] ^ np.frombuffer(namespace, "<u8", count=1)
+    for column in range(1, words.shape[1]):
+        numbers = numbers * _ODD ^ words[:, column]
+    numbers *= _ODD
+    numbers ^= numbers >> _HALF
+    numbers *= _ODD
     return numbers
 
 

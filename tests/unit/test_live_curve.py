@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -129,6 +130,20 @@ def test_what_a_drive_brought_back_after_a_restart_is_known_once_it_was_found() 
 
 
 @pytest.mark.parametrize("spec", [SMALL, SHA])
+@pytest.mark.parametrize("order", ["big", "little"])
+def test_keys_of_an_engine_that_counts_are_a_sample_too(spec: KVSpec, order: Literal["big", "little"]) -> None:
+    curve, namespace = LiveCurve(), spec.namespace("")
+    for start in [*range(0, 20_000, 100), *range(0, 20_000, 100)]:
+        packed = b"".join(number.to_bytes(spec.hash.digest_nbytes, order) for number in range(start, start + 100))
+        curve.wanted(namespace, spec, packed, 0.0, num_tokens=1600, num_had=0, num_found=0)
+        curve.stored(namespace, spec, packed)
+
+    found = rates(curve.figures(15_000 * 2 * SLOT_ALIGN_BYTES, 0))
+    assert (found["1x"], found["2x"]) == pytest.approx((0.0, 0.5), abs=0.02)
+    assert found[ENDLESS] == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("spec", [SMALL, SHA])
 def test_the_longest_calls_do_not_take_more_than_a_megabyte(spec: KVSpec) -> None:
     """Asked for only, then stored, then found: what is too much goes before it takes room."""
     curve, namespace = LiveCurve(), spec.namespace("")
@@ -182,6 +197,7 @@ class House:
             rank=0,
             namespaces=frozenset({self.small.namespace}),
             has_arena=True,
+            has_slab=False,
             cuda_registered=False,
             peer=Peer(0, None, local=True, trusted=True, close=lambda _: None),
         )
