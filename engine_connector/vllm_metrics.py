@@ -16,10 +16,10 @@ from kvstore.core.plans import TIERS
 COUNTERS = {
     "loads": "Loads from the store that were started.",
     "load_wait_seconds": "Time that requests waited for their loads, from the step that started them.",
-    "load_seconds": "Time spent copying blocks into pages; of several ranks, that of the slowest.",
+    "load_seconds": "Time spent copying blocks into pages; of several ranks, rank 0's.",
     "load_bytes": "Bytes of the blocks copied into pages.",
     "failed_load_blocks": "Blocks of loads that did not come or came too late, and were computed.",
-    "save_seconds": "Time spent copying pages into blocks; of several ranks, that of the slowest.",
+    "save_seconds": "Time spent copying pages into blocks; of several ranks, rank 0's.",
     "save_bytes": "Bytes of the pages copied into blocks.",
     "saved_blocks": "Blocks that this engine brought into the store.",
     "failed_save_blocks": "Blocks that were granted and not written: preempted, or the sidecar has gone.",

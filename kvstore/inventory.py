@@ -27,9 +27,9 @@ class Inventory:
     Speaks of rows, not of keys or leases. Between calls I1 to I3 hold. Rows of a call belong to one namespace and come
     in prefix order. Reports a block when it becomes READY and when it can no longer be found in the tier.
 
-    `upper` is the faster tier that relies on this one (PlacementTable): what happens there may make a block here evictable.
-    `release` is told the rows whose slots nobody needs any more, while their keys are still known; without it they are free
-    at once.
+    `upper` is the faster tier that relies on this one, `pins` likewise (PlacementTable): what happens there may make a block
+    here evictable. `release` is told the rows whose slots nobody needs any more, while their keys are still known; without it
+    they are free at once.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class Inventory:
         on_event: Callable[[Event], None] | None,
         *,
         upper: "Inventory | None" = None,
+        pins: bool = True,
         release: Callable[[Rows], None] | None = None,
     ) -> None:
         self.slots = slots
         self.index = index
-        self.table: PlacementTable = PlacementTable(tier, index, upper=upper.table if upper else None)
+        self.table: PlacementTable = PlacementTable(tier, index, upper=upper.table if upper else None, pins=pins)
         self.policy = make_policy(index, self.table)
         self._lower: PlacementTable | None = None
         self._watchers = [self.policy]

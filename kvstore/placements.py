@@ -21,11 +21,14 @@ class PlacementTable:
     below. A leaf is a row without any; evicting leaves only therefore never takes the head of a prefix before its tail.
 
     Another tier is another table. `upper`, when there is one, is the table of a faster tier whose blocks rely on ours: the
-    last copy of a block does not go while that tier has descendants of it.
+    last copy of a block does not go while that tier has descendants of it. `pins`: whether pinned blocks stay here.
     """
 
-    def __init__(self, tier: str, index: BlockIndex, *, upper: "PlacementTable | None" = None) -> None:
+    def __init__(
+        self, tier: str, index: BlockIndex, *, upper: "PlacementTable | None" = None, pins: bool = True
+    ) -> None:
         self.tier = tier
+        self._kept = KEPT if pins else 0
         self._upper = upper
         self.other: PlacementTable | None = upper  # or the lower one, which makes itself known
         self.shared: list[int] = [0] if upper is None else upper.shared  # one cell for both
@@ -86,7 +89,7 @@ class PlacementTable:
         """READY, used by nobody, not pinned, and nothing below it lives in this tier, or only by it in the upper one."""
         if self.state_at[row] != READY or self.refs_at[row] or self.children_at[row]:
             return False
-        if self._index.marks_at[row] & KEPT:
+        if self._index.marks_at[row] & self._kept:
             return False
         upper = self._upper
         return upper is None or upper.state_at[row] == READY or not upper.children_at[row]

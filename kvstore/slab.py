@@ -8,7 +8,7 @@
 A copy here is one more beside that in RAM, never the only one: a block whose copy here cannot be read is read from the arena,
 under the same lease. So the slab needs no verbs of its own. Acquire grants a read lease, and with it, for each block, where its
 copy in the slab is to be read, or is to be made once the load is over; Release says which were made. Engines copy; nothing is
-copied here.
+copied here. A pin keeps a block in RAM, and not here.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Slab:
     """Loop thread only. `pinned` are the copies in RAM. Leases are the store's, by id; each ends here too, by `end`."""
 
     def __init__(self, index: BlockIndex, pinned: PlacementTable, slots: SlotSpace, counters: dict[str, int]) -> None:
-        self._blocks = Inventory(SLAB, index, slots, LeafLru, None)
+        self._blocks = Inventory(SLAB, index, slots, LeafLru, None, pins=False)
         self._index = index
         self._pinned = pinned
         self._counters = counters

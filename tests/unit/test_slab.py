@@ -285,3 +285,18 @@ def test_a_block_that_was_pinned_or_cooled_goes_from_here_too() -> None:
     small.heat("abcd")
     small.store.expire(11.0)
     small.store.check()
+
+
+def test_pins_keep_blocks_in_ram_and_not_in_the_slab() -> None:
+    small = Slabbed(num_segments=8)
+    prompts = ("abcd", "efgh", "ijkl", "mnop")
+    for names in prompts:
+        small.put(ANNA, names)
+        assert small.store.pin(small.namespace, small.keys(names), 1000.0, 0.0) == 4
+        small.heat(names)
+    assert small.slab().free_bytes == 0
+
+    small.heat("wxyz")
+
+    assert uses(small.read(CLEO, "wxyz")) == [READ] * 4
+    assert uses(small.read(CLEO, "abcd")) != [READ] * 4
