@@ -12,7 +12,8 @@ the page's own type:
     int8        max |x| / 254
 
 A tile whose largest magnitude is below 2^-100 is read as zeros. A tile with a NaN or an infinity in it is read as NaN
-throughout: its scale is NaN. int8 may read float32's very largest number as infinity. Nothing becomes a plausible number that was none.
+throughout: its scale is NaN. Of float32 pages int8 may read the very largest number as infinity. Nothing becomes a plausible
+number that was none.
 """
 
 from collections.abc import Iterator
