@@ -39,21 +39,26 @@ import logging
 import queue
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeGuard
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from kvstore.client import ClientArena
-from kvstore.client_arena import Arrival, arrival_of
+from kvstore.client_arena import Arrival
 from kvstore.client_slab import HOST, ClientSlab
 from kvstore.core.clock import Clock, MonotonicClock
 from kvstore.core.limits import ARRIVAL_POLL_S
-from kvstore.engine_connector.fill_cursors import FillCursors
+from kvstore.engine_connector.block_copies import (
+    arrival_in,
+    copy_in,
+    copy_out,
+    is_current,
+    layer_steps,
+    num_current,
+    slot_of,
+    takes_many,
+)
 from kvstore.engine_connector.layers import ALL_LAYERS, LayerProgress
+from kvstore.engine_connector.open_load import OpenLoad, cursors_of
 from kvstore.engine_connector.protocol import (
-    BatchedPages,
     BlockMove,
     ConnectorMetadata,
     DeviceBlockPages,
@@ -64,7 +69,6 @@ from kvstore.engine_connector.protocol import (
     Pages,
     SaveJob,
     SlabFilled,
-    SlabMove,
     WorkerOutput,
 )
 from kvstore.engine_connector.saves_in_flight import SavesInFlight
@@ -78,13 +82,6 @@ PREEMPTION_DEADLINE_S = 1.0
 LAYERS_DEADLINE_S = 0.5
 """A step waits at most so long for all layers of one load. Past it the step does without the request, whose load goes on: it was
 held up behind other loads, and others' tokens in the step must not be."""
-
-_LAYERS_COPY_BYTES = 256 << 10
-"""Layers are copied so many bytes at a time or a little more. While the engine computes, each call waits for the GIL: 92 MB
-that take 21 ms whole took 121 ms by single layers of 12 KiB, 54 ms by 64 KiB, 33 ms by 256 KiB."""
-
-_LOAD_BATCH = 32
-"""Blocks of one call, of pages that take many. Between calls a load looks at its deadline: 64 MiB take a GPU some 2 ms."""
 
 _NEXT_LAYER_DEADLINE_S = 30.0
 """A save that has begun waits at most so long for the forward to compute its next layers; then it is reported as not written."""
@@ -111,36 +108,6 @@ class _Saved(NamedTuple):
     seconds: float  # from the job's turn on: by layers, the forward's time is in it
 
 
-@dataclass(slots=True)
-class _Load:
-    """A load that has not been reported. Holds the arena, so that it stays mapped until then."""
-
-    job: LoadJob
-    started_s: float
-    arena: ClientArena | None = None  # None: not looked for yet, or its session is still connecting
-    num_loaded: int = 0
-    copying_s: float = 0.0
-    progress: LayerProgress = field(default_factory=LayerProgress)
-    cursors: FillCursors | None = None  # of a load from the back, which alone has it
-    slab: ClientSlab | None = None  # None: it has none, or the worker
-    slab_reads: dict[int, SlabMove] = field(default_factory=dict)  # by position, of blocks that lie in the slab
-
-    @property
-    def next_batch(self) -> tuple[BlockMove, ...]:
-        """The next blocks of one call, of pages that take many: up to one that lies in the slab."""
-        first, moves = self.num_loaded, self.job.moves
-        most = range(first, min(first + _LOAD_BATCH, len(moves)))
-        return moves[first : next((position for position in most if position in self.slab_reads), most.stop)]
-
-    @property
-    def until_s(self) -> float:
-        return self.started_s + self.job.deadline_s
-
-    @property
-    def num_copied(self) -> int:
-        return self.num_loaded if self.cursors is None else self.cursors.num_copied
-
-
 class _Save(NamedTuple):
     """`computed`: layers of the pages that do not change any more."""
 
@@ -157,14 +124,12 @@ class StoreWorkerSide:
         self._pages: tuple[Pages, ...] = ()  # of each layer group; none before register_pages and after close
         self._reports: queue.SimpleQueue[_Loaded | _Saved] = queue.SimpleQueue()
         self._in_flight = SavesInFlight()
-        self._by_layers: dict[
-            str, _Load
-        ] = {}  # by request, until they are reported; only the engine's thread looks at it
-        self._from_back: dict[str, _Load] = {}  # likewise
+        self._by_layers: dict[str, OpenLoad] = {}  # by request, until they are reported; only the engine's thread's
+        self._from_back: dict[str, OpenLoad] = {}  # likewise
         self._num_jobs: dict[str, int] = {}  # likewise: loads of a request, one in each of its layer groups
         self._parts: dict[str, list[_Loaded]] = {}  # likewise: those that have ended
         self._step = 0  # that the engine is in
-        self._new_loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()  # bounded by the engine: one a request
+        self._new_loads: queue.SimpleQueue[OpenLoad | None] = queue.SimpleQueue()  # the engine bounds it: one a request
         self._load_thread = threading.Thread(target=self._run_loads, name="kvstore-load", daemon=True)
         self._begun: dict[int, _Save] = {}  # by job, from begin_saves to start_save; the engine's thread's too
         self._new_saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()  # likewise: a few a request
@@ -187,14 +152,14 @@ class StoreWorkerSide:
         """See protocol.WorkerSide."""
         self._step = meta.step
         for job in meta.loads:
-            load = _Load(job, started_s=self._clock.now_s())
+            load = OpenLoad(job, started_s=self._clock.now_s())
             self._num_jobs[job.request_id] = self._num_jobs.get(job.request_id, 0) + 1
             if job.slab and (slab := self._slab_of(job)) is not None:
                 load.slab, load.slab_reads = slab, {move.position: move for move in job.slab if not move.fills}
             if job.by_layers:
                 self._by_layers[job.request_id] = load
             if job.from_back:
-                load.cursors = _cursors(job)
+                load.cursors = cursors_of(job)
                 self._from_back[job.request_id] = load
             self._new_loads.put(load)
 
@@ -301,14 +266,14 @@ class StoreWorkerSide:
     # --- on the load thread ----------------------------------------------------------------------------------------------
 
     def _run_loads(self) -> None:
-        loads: list[_Load] = []
+        loads: list[OpenLoad] = []
         pause_s, closing = 0.0, False
         while not closing:
             closing = self._take_loads(loads, pause_s)
             num_copied = self._copy_arrived(loads, closing=closing) if loads else 0
             pause_s = 0.0 if num_copied else min(max(2 * pause_s, ARRIVAL_POLL_S[0]), ARRIVAL_POLL_S[1])
 
-    def _take_loads(self, loads: list[_Load], pause_s: float) -> bool:
+    def _take_loads(self, loads: list[OpenLoad], pause_s: float) -> bool:
         """Add what start_load has put: waits for it while there is nothing else to do, else at most `pause_s`. Whether
         close() was called."""
         try:
@@ -320,7 +285,7 @@ class StoreWorkerSide:
             return False
         return True
 
-    def _copy_arrived(self, loads: list[_Load], *, closing: bool) -> int:
+    def _copy_arrived(self, loads: list[OpenLoad], *, closing: bool) -> int:
         """Copy of each load what is there, and report those that are over; how many blocks were copied."""
         live_boot_id = self._session.live_boot_id  # before the table: what a sidecar that dies now said last is seen
         num_copied = 0
@@ -333,7 +298,7 @@ class StoreWorkerSide:
                 self._report_load(load)
         return num_copied
 
-    def _copy_load(self, load: _Load, live_boot_id: bytes) -> Arrival:
+    def _copy_load(self, load: OpenLoad, live_boot_id: bytes) -> Arrival:
         started_s = self._clock.now_s()
         copy = self._copy_in if load.cursors is None else self._copy_from_back
         try:
@@ -345,7 +310,7 @@ class StoreWorkerSide:
         load.copying_s += self._clock.now_s() - started_s
         return arrival
 
-    def _copy_in(self, load: _Load, live_boot_id: bytes) -> Arrival:
+    def _copy_in(self, load: OpenLoad, live_boot_id: bytes) -> Arrival:
         """Copy blocks in prefix order as long as they are there; what is to be said of the one after them."""
         pages, moves = self._pages_of(load.job), load.job.moves
         if load.job.by_layers and not load.num_loaded and isinstance(pages, LayeredPages):
@@ -359,11 +324,11 @@ class StoreWorkerSide:
                 return arrival
             if pages is None or self._clock.now_s() >= load.until_s:
                 return Arrival.LOST
-            if not _copy_next(load, pages):
+            if not load.copy_next(pages):
                 return Arrival.LOST
         return Arrival.THERE
 
-    def _copy_from_back(self, load: _Load, live_boot_id: bytes) -> Arrival:
+    def _copy_from_back(self, load: OpenLoad, live_boot_id: bytes) -> Arrival:
         """Copy blocks, the last one first, as long as they are there and not the front's. THERE: the two have met."""
         cursors, pages = load.cursors, self._pages_of(load.job)
         assert cursors is not None
@@ -379,41 +344,41 @@ class StoreWorkerSide:
                 continue  # the front has just claimed it: they have met
             good = False
             try:
-                good = _copy_block(load, index, pages)
+                good = load.copy_block(index, pages)
             finally:
                 cursors.copied(good=good)
             if not good:
                 return Arrival.LOST
         return Arrival.THERE
 
-    def _copy_layers(self, load: _Load, arena: ClientArena, pages: LayeredPages) -> bool:
+    def _copy_layers(self, load: OpenLoad, arena: ClientArena, pages: LayeredPages) -> bool:
         """Copy a load whose blocks are all there, and note of how many of them all layers are good. False: not all are there, or
         the deadline came, and nothing is good."""
         moves = load.job.moves
-        if _num_current(arena, moves) < len(moves):
+        if num_current(arena, moves) < len(moves):
             return False
-        slots = [_slot(arena, move.offset, pages.page_nbytes) for move in moves]
-        for layers in _steps(pages, len(moves)):
+        slots = [slot_of(arena, move.offset, pages.page_nbytes) for move in moves]
+        for layers in layer_steps(pages, len(moves)):
             load.progress.advance(layers.start)
             if self._clock.now_s() >= load.until_s:
                 return False
-            _copy_in(pages, moves, slots, layers)
-        load.num_loaded = _num_current(arena, moves)
+            copy_in(pages, moves, slots, layers)
+        load.num_loaded = num_current(arena, moves)
         return True
 
-    def _look(self, load: _Load, move: BlockMove, live_boot_id: bytes) -> Arrival:
+    def _look(self, load: OpenLoad, move: BlockMove, live_boot_id: bytes) -> Arrival:
         """Whether the next block is there; and if not, whether somebody is alive who brings it, or is being connected to."""
         job, session = load.job, self._session
         connecting = session.awaits(job.boot_id)
         if load.arena is None:
             load.arena = session.arena(job.boot_id)
-        arrival = Arrival.ON_ITS_WAY if load.arena is None else _arrival(load.arena, move)
+        arrival = Arrival.ON_ITS_WAY if load.arena is None else arrival_in(load.arena, move)
         if arrival is not Arrival.ON_ITS_WAY or connecting:
             return arrival
         brought = load.arena is not None and job.boot_id in (live_boot_id, session.live_boot_id)
         return arrival if brought else Arrival.LOST
 
-    def _report_load(self, load: _Load) -> None:
+    def _report_load(self, load: OpenLoad) -> None:
         job, cursors = load.job, load.cursors
         if cursors is None:
             failed = tuple(move.block_id for move in job.moves[load.num_loaded :]) + job.lost_block_ids
@@ -440,7 +405,7 @@ class StoreWorkerSide:
         )
         load.progress.end(0 if failed else ALL_LAYERS)
 
-    def _fill_slab(self, load: _Load) -> tuple[int, ...]:
+    def _fill_slab(self, load: OpenLoad) -> tuple[int, ...]:
         """Copy into the slab what is to be copied there, as far as there is time; which blocks. From the arena, whose bytes are
         those that were saved, whatever the pages make of them. Its slot and the slab's are looked at before and after."""
         slab, arena, filled = load.slab, load.arena, []
@@ -451,10 +416,10 @@ class StoreWorkerSide:
                 source = load.job.moves[move.position]
                 if self._clock.now_s() >= load.until_s:
                     break
-                if not (move.fills and _is_current(arena, source) and slab.is_current(move.offset, move.generation)):
+                if not (move.fills and is_current(arena, source) and slab.is_current(move.offset, move.generation)):
                     continue
-                slab.write(move.offset, _slot(arena, source.offset, self._page_nbytes(load.job)))
-                if _is_current(arena, source) and slab.is_current(move.offset, move.generation):
+                slab.write(move.offset, slot_of(arena, source.offset, self._page_nbytes(load.job)))
+                if is_current(arena, source) and slab.is_current(move.offset, move.generation):
                     filled.append(move.position)
         except Exception:  # as for the load, which is none the worse for it
             logger.exception("slab not filled request_id=%s", load.job.request_id)
@@ -486,7 +451,7 @@ class StoreWorkerSide:
 
     def _copy_out(self, save: _Save, written: list[bool]) -> None:
         job, pages = save.job, self._pages_of(save.job)
-        in_batches = _takes_many(pages)
+        in_batches = takes_many(pages)
         if isinstance(pages, LayeredPages) and (in_batches or not save.computed.wait(ALL_LAYERS, 0.0)):
             self._copy_out_layers(save, pages, written)
         elif pages is not None and save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S):
@@ -498,8 +463,8 @@ class StoreWorkerSide:
         if arena is None:
             return
         good = [True] * len(job.moves)
-        batch = max(1, len(job.moves)) if _takes_many(pages) else 1
-        for layers in _steps(pages, len(job.moves)):
+        batch = max(1, len(job.moves)) if takes_many(pages) else 1
+        for layers in layer_steps(pages, len(job.moves)):
             if not save.computed.wait(layers.stop, _NEXT_LAYER_DEADLINE_S):
                 return
             for first in range(0, len(job.moves), batch):
@@ -507,10 +472,10 @@ class StoreWorkerSide:
                     return
                 numbers = range(first, first + batch)
                 for i in numbers:
-                    good[i] = good[i] and _is_current(arena, job.moves[i])
-                _copy_out(pages, arena, [job.moves[i] for i in numbers if good[i]], layers)
+                    good[i] = good[i] and is_current(arena, job.moves[i])
+                copy_out(pages, arena, [job.moves[i] for i in numbers if good[i]], layers)
                 for i in numbers:
-                    good[i] = good[i] and _is_current(arena, job.moves[i])
+                    good[i] = good[i] and is_current(arena, job.moves[i])
         # All computed is not enough: the step may yet break off, and then its pages are written anew.
         if save.computed.wait(ALL_LAYERS, _NEXT_LAYER_DEADLINE_S) and self._in_flight.wanted(job):
             written[:] = good
@@ -520,9 +485,9 @@ class StoreWorkerSide:
         if arena is None:
             return
         for i, move in enumerate(job.moves):
-            if not self._in_flight.wanted(job) or not _is_current(arena, move):
+            if not self._in_flight.wanted(job) or not is_current(arena, move):
                 return
-            pages.copy_out(move.block_id, _slot(arena, move.offset, pages.page_nbytes))
+            pages.copy_out(move.block_id, slot_of(arena, move.offset, pages.page_nbytes))
             written[i] = self._in_flight.wanted(job)  # called off meanwhile: the page may have changed under the copy
 
     def _pages_of(self, job: LoadJob | SaveJob) -> Pages | None:
@@ -530,106 +495,6 @@ class StoreWorkerSide:
 
     def _page_nbytes(self, job: LoadJob | SaveJob) -> int:
         return self._pages[job.group].page_nbytes if self._pages else 0
-
-
-_takes_many_of: dict[type, bool] = {}
-
-
-def _takes_many(pages: Pages | None) -> TypeGuard[BatchedPages]:
-    """isinstance, remembered by class: it looks for each member of a protocol, for 30 to 50 us of every block."""
-    kind = type(pages)
-    if kind not in _takes_many_of:
-        _takes_many_of[kind] = isinstance(pages, BatchedPages)
-    return _takes_many_of[kind]
-
-
-def _steps(pages: LayeredPages, num_blocks: int) -> Iterable[range]:
-    """All layers, as many at a time as are worth a call."""
-    if _takes_many(pages):
-        step = pages.layers_a_copy(num_blocks)
-    else:
-        step = -(-_LAYERS_COPY_BYTES * pages.num_layers // pages.page_nbytes)
-    for first in range(0, pages.num_layers, step):
-        yield range(first, min(first + step, pages.num_layers))
-
-
-def _cursors(job: LoadJob) -> FillCursors:
-    assert not job.lost_block_ids, "a load from the back ends with a block that is there"
-    return FillCursors(
-        len(job.moves), front_blocks=job.front_blocks, meet_block=job.meet_block, expected_s=job.expected_s
-    )
-
-
-def _copy_in(
-    pages: LayeredPages, moves: Sequence[BlockMove], slots: Sequence[NDArray[np.uint8]], layers: range
-) -> None:
-    """These layers of all these blocks."""
-    if _takes_many(pages):
-        pages.copy_in_blocks([move.block_id for move in moves], slots, layers)
-        return
-    for move, slot in zip(moves, slots, strict=True):
-        pages.copy_in_layers(move.block_id, slot, layers)
-
-
-def _copy_out(pages: LayeredPages, arena: ClientArena, moves: Sequence[BlockMove], layers: range) -> None:
-    """These layers of all these pages."""
-    slots = [_slot(arena, move.offset, pages.page_nbytes) for move in moves]
-    if _takes_many(pages):
-        pages.copy_out_blocks([move.block_id for move in moves], slots, layers)
-        return
-    for move, slot in zip(moves, slots, strict=True):
-        pages.copy_out_layers(move.block_id, slot, layers)
-
-
-def _copy_next(load: _Load, pages: Pages) -> bool:
-    """Copy the next block, which is there, and with it others that are there, where that is one call. Whether all are good."""
-    assert load.arena is not None, "the block was looked at"
-    if not (_takes_many(pages) and (rest := load.next_batch)):
-        good = _copy_block(load, load.num_loaded, pages)
-        load.num_loaded += good
-        return good
-    batch = rest[: _num_current(load.arena, rest)]
-    _copy_in(
-        pages, batch, [_slot(load.arena, move.offset, pages.page_nbytes) for move in batch], range(pages.num_layers)
-    )
-    num_good = _num_current(load.arena, batch)
-    load.num_loaded += num_good
-    return bool(batch) and num_good == len(batch)
-
-
-def _copy_block(load: _Load, index: int, pages: Pages) -> bool:
-    """Whether the page has the block now: it was there before the copy, and still is. From the slab if it lies there."""
-    assert load.arena is not None, "the block was looked at"
-    move, near, slab = load.job.moves[index], load.slab_reads.get(index), load.slab
-    if near is not None and slab is not None and slab.is_current(near.offset, near.generation):
-        block = slab.slot(near.offset, pages.page_nbytes)
-        if slab.device != HOST:
-            assert isinstance(pages, DeviceBlockPages), "see _slab_of"
-            pages.copy_in_device(move.block_id, block)
-        else:
-            pages.copy_in(move.block_id, block)
-        if slab.is_current(near.offset, near.generation):
-            return True
-    pages.copy_in(move.block_id, _slot(load.arena, move.offset, pages.page_nbytes))
-    return _is_current(load.arena, move)
-
-
-def _slot(arena: ClientArena, offset: int, nbytes: int) -> NDArray[np.uint8]:
-    return arena.array[offset : offset + nbytes]
-
-
-def _arrival(arena: ClientArena, move: BlockMove) -> Arrival:
-    return arrival_of(int(arena.generations[move.offset >> 12]), move.generation)
-
-
-def _num_current(arena: ClientArena, moves: Sequence[BlockMove]) -> int:
-    """How many of the first moves' blocks are there, all without a gap."""
-    return next((i for i, move in enumerate(moves) if not _is_current(arena, move)), len(moves))
-
-
-def _is_current(arena: ClientArena, move: BlockMove) -> bool:
-    """Whether the slot is what was granted. Kept also for writes: a slot that is not ours must not be touched."""
-    return _arrival(arena, move) is Arrival.THERE
 
 
 def _drain(reports: "queue.SimpleQueue[_Loaded | _Saved]", wait_s: float) -> Iterable[_Loaded | _Saved]:

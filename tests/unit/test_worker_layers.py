@@ -13,7 +13,7 @@ from in_process_sidecar import InProcessClient, InProcessSidecar
 
 from kvstore.core.keys import KVSpec
 from kvstore.core.layout import BlockLayout
-from kvstore.engine_connector import worker_side
+from kvstore.engine_connector import block_copies, worker_side
 from kvstore.engine_connector.protocol import (
     BlockMove,
     ConnectorMetadata,
@@ -76,7 +76,7 @@ class PagesInBatches(Pages):
             self.copy_out_layers(block_id, block, layers)
 
     def layers_a_copy(self, num_blocks: int) -> int:
-        return -(-worker_side._LAYERS_COPY_BYTES * LAYERS // NBYTES)
+        return -(-block_copies.LAYERS_COPY_BYTES * LAYERS // NBYTES)
 
 
 class WholePages:
@@ -161,7 +161,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def _a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "_LAYERS_COPY_BYTES", 1)
+    monkeypatch.setattr(block_copies, "LAYERS_COPY_BYTES", 1)
     monkeypatch.setattr(worker_side, "LAYERS_DEADLINE_S", WAIT_S)
 
 
@@ -200,7 +200,7 @@ def test_layers_come_one_after_the_other_each_of_all_blocks(worker: Worker, page
 
 
 def test_small_layers_are_copied_together(worker: Worker, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "_LAYERS_COPY_BYTES", NBYTES // LAYERS * 3 - 1)
+    monkeypatch.setattr(block_copies, "LAYERS_COPY_BYTES", NBYTES // LAYERS * 3 - 1)
     steps: list[range] = []
     pages.before = lambda _page, layers: steps.append(layers)
     worker.load()
@@ -519,7 +519,7 @@ def test_close_drops_what_has_only_begun(worker: Worker) -> None:
 
 def test_pages_that_take_many_blocks_get_them_in_one_call_whole_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that is not by layers, since one block is not there at first; and a save after its forward."""
-    monkeypatch.setattr(worker_side, "_LAYERS_COPY_BYTES", NBYTES)
+    monkeypatch.setattr(block_copies, "LAYERS_COPY_BYTES", NBYTES)
     pages = PagesInBatches()
     worker = Worker(pages)
     worker.load(coming=frozenset({2}))
