@@ -401,6 +401,7 @@ class Client:
     def inspect(self, hex_digits: str) -> pb.InspectReply:
         """Blocks and namespaces whose hash or id begins so; "": all namespaces and no block. Tools only. A call for each part
         of a large index."""
+        hex_digits = hex_digits.encode(errors="replace").decode()  # a terminal's, refused there: they may be any bytes
         whole = self._call(Verb.INSPECT, pb.InspectRequest(hex=hex_digits), pb.InspectReply)
         while whole.next_row:
             part = self._call(

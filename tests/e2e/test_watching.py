@@ -230,7 +230,9 @@ def test_inspect_remembers_why_a_block_is_gone(used: Used) -> None:
 
 def test_inspect_says_what_is_not_known_and_what_is_no_hash(used: Used) -> None:
     assert "is known here" in used.run("inspect", "0123456789abcdef" * 2)
-    assert "use 4 to 64 hex digits" in used.run("inspect", "xyz", status=2)
+    for wrong in ("xyz", "\udcff"):  # the latter: a byte that is no UTF-8
+        assert "use 4 to 64 hex digits" in used.run("inspect", wrong, status=2)
+    assert "is remembered" in used.run("explain", "\udcff" + "x" * 300)
 
 
 @pytest.mark.parametrize("log_format", ["keyvalue", "json"])
