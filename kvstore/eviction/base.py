@@ -42,8 +42,9 @@ class LeafPolicy(ABC):
 
     def next_victim(self) -> int | None:
         """See EvictionPolicy."""
-        row = self._cooled.pop() if self._cooled.rows else None
-        return self.choose() if row is None else row
+        if self._cooled.rows and (row := self._cooled.pop()) is not None:
+            return row
+        return self.choose()
 
     def check(self) -> None:
         """See EvictionPolicy. Every order keeps its own rules; every evictable row is in one of them."""

@@ -2,9 +2,11 @@
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.core.limits import MAX_GHOSTS
 from kvstore.eviction.policy import TierRows
@@ -17,7 +19,7 @@ _WAYS = 8
 _STAMP_BITS = 30  # of 32; the other two are the mark
 _STAMP_MASK = (1 << _STAMP_BITS) - 1
 _FIRST_SLOTS = 1024
-_RESIZE_EVICTIONS = 256
+_BATCH_EVICTIONS = 256
 _NUMBER = struct.Struct("<Q").unpack_from  # of a key: it is a hash
 
 
@@ -40,7 +42,8 @@ class Ghosts:
     A key, a hash already, has eight slots, which are filled in turn: one in a hundred is lost too early.
     Two keys whose slots and tags agree are taken for one another: one look-up in a billion. Growing forgets; a tier that
     fills grows.
-    The clock counts blocks used (`index.num_uses`).
+    The clock counts blocks used (`index.num_uses`). The last evictions wait in a dict and are written in
+    one go, before anything is taken.
     """
 
     def __init__(self, index: BlockIndex, tier: TierRows, *, history: int = HISTORY) -> None:
@@ -50,6 +53,7 @@ class Ghosts:
         self._num_evicted = 0
         self.capacity = 1  # blocks that the tier holds
         self._last_stored = NO_PARENT
+        self._waiting: dict[bytes, tuple[int, int]] = {}  # by key: stamp and mark, last use and uses
         self._allocate(_FIRST_SLOTS)
 
     @property
@@ -59,21 +63,17 @@ class Ghosts:
 
     def add(self, row: int, mark: int) -> None:
         """The row's block is being evicted; `mark` is 0 to 3."""
-        if self._num_evicted % _RESIZE_EVICTIONS == 0:
+        if self._num_evicted % _BATCH_EVICTIONS == 0:
+            self._write()
             self._resize()
         self._num_evicted += 1
         index = self._index
-        (number,) = _NUMBER(index.keys[row])
-        place = number & self._mask
-        turn = self._turns_at[place]
-        self._turns_at[place] = (turn + 1) % _WAYS
-        slot = place * _WAYS + turn
-        self._tags_at[slot] = (number >> 32) or 1
-        self._stamps_at[slot] = (index.num_uses & _STAMP_MASK) << 2 | mark
-        self._uses_at[slot] = index.last_use_at[row] << 8 | index.uses_at[row]
+        use = index.last_use_at[row] << 8 | index.uses_at[row]
+        self._waiting[index.keys[row]] = ((index.num_uses & _STAMP_MASK) << 2 | mark, use)
 
     def take(self, row: int) -> Ghost | None:
         """What is known of the row's block, which is here again; it is forgotten."""
+        self._write()
         (number,) = _NUMBER(self._index.keys[row])
         first, tag = (number & self._mask) * _WAYS, (number >> 32) or 1
         tags = self._tags_at[first : first + _WAYS].tolist()
@@ -105,13 +105,37 @@ class Ghosts:
         return None if parent != NO_PARENT and parent == before else first
 
     def _perhaps_known(self, rows: list[int]) -> list[int]:
-        """Those whose tags are in one of their slots; most new blocks are unknown, and one call for all is soon done."""
-        keys = self._index.keys
-        numbers = np.frombuffer(b"".join([keys[row][:8] for row in rows]), "<u8")
-        tags = np.maximum(numbers >> np.uint64(32), np.uint64(1)).astype(np.uint32)
-        places = (numbers & np.uint64(self._mask)).astype(np.int64)
+        """Those that wait, or whose tags are in one of their slots; most new blocks are unknown, and one call for all is soon
+        done."""
+        keys = [self._index.keys[row] for row in rows]
+        places, tags = self._places(keys)
         known = (self._tags.reshape(-1, _WAYS)[places] == tags[:, None]).any(axis=1)
+        if not self._waiting.keys().isdisjoint(keys):
+            known |= [key in self._waiting for key in keys]
         return [rows[i] for i in np.flatnonzero(known).tolist()]
+
+    def _places(self, keys: Iterable[bytes]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Where to look for them, and the tags to look for."""
+        numbers = np.frombuffer(b"".join([key[:8] for key in keys]), "<u8")
+        tags = np.maximum(numbers >> np.uint64(32), np.uint64(1)).astype(np.uint32)
+        return (numbers & np.uint64(self._mask)).astype(np.int64), tags
+
+    def _write(self) -> None:
+        """What waits into the table, in order: of two in one slot the later stays."""
+        if not self._waiting:
+            return
+        places, tags = self._places(self._waiting)
+        order = np.argsort(places, kind="stable")
+        places = places[order]
+        before = np.arange(len(places)) - np.searchsorted(places, places)  # others of the same place
+        turns = (self._turns[places] + before) % _WAYS
+        slots = places * _WAYS + turns
+        stamps, uses = np.array(list(self._waiting.values()), np.int64).T
+        self._tags[slots] = tags[order]
+        self._stamps[slots] = stamps[order]
+        self._uses[slots] = uses[order]
+        self._turns[places] = (turns + 1) % _WAYS
+        self._waiting.clear()
 
     def _resize(self) -> None:
         self.capacity = max(1, self._tier.num_placed())
@@ -130,4 +154,3 @@ class Ghosts:
         self._tags_at = self._tags.data
         self._stamps_at = self._stamps.data
         self._uses_at = self._uses.data
-        self._turns_at = self._turns.data

@@ -102,10 +102,12 @@ class AdaptiveMix(LeafPolicy):
 
     def _next_turn(self) -> None:
         """Of the expert that is furthest behind its share of the victims."""
-        for expert, weight in enumerate(self.weights):
-            self._owed[expert] += weight * self._num_taken
-        self._owed[self._expert] -= self._num_taken
-        behind = [owed + weight for owed, weight in zip(self._owed, self.weights, strict=True)]
+        owed, weights, num_taken = self._owed, self.weights, self._num_taken
+        if num_taken:
+            for expert, weight in enumerate(weights):
+                owed[expert] += weight * num_taken
+            owed[self._expert] -= num_taken
+        behind = [owed[_LRU] + weights[_LRU], owed[_LRU2] + weights[_LRU2], owed[_RATE] + weights[_RATE]]
         self._expert = behind.index(max(behind))
         self._num_taken, self._num_left = 0, _VICTIMS_PER_TURN
         if self._expert == _LRU:
@@ -117,12 +119,12 @@ class AdaptiveMix(LeafPolicy):
             self._take = self._oldest[_USED_ONCE] if is_one else self._by_prior_use.pop
 
     def _coldest(self) -> Callable[[], int | None]:
-        last_use = {}
-        for number in range(NUM_CLASSES):
+        coldest, chosen, last_use_at = math.inf, self._oldest[0], self.index.last_use_at
+        for number, take in enumerate(self._oldest):
             row = self._by_class.oldest(number)
-            if row is not None:
-                last_use[number] = self.index.last_use_at[row]
-        return self._oldest[min(last_use, key=last_use.__getitem__, default=0)]
+            if row is not None and last_use_at[row] < coldest:
+                coldest, chosen = last_use_at[row], take
+        return chosen
 
     def _least_likely(self) -> Callable[[], int | None]:
         least, now, last_use_at = math.inf, self.index.sequence, self.index.last_use_at

@@ -89,6 +89,25 @@ def test_nearly_all_of_a_history_of_32_tiers_is_kept_and_memory_stays_as_it_was(
     assert kept > 0.97 * len(recent)
 
 
+def test_of_keys_that_share_their_slots_the_last_eight_are_kept() -> None:
+    """Evicted one by one with look-ups between them, and all at once."""
+    for looks_between in (True, False):
+        known = Remembering(100, 40)
+        known.index.keys[:20] = [(number << 32 | 5).to_bytes(8, "little") + bytes(8) for number in range(1, 21)]
+        known.index.use(known.rows)
+        for row in range(40):
+            known.ghosts.add(row, row % 4)
+            if looks_between:
+                assert known.ghosts.take(row) is not None
+                known.ghosts.add(row, row % 4)
+
+        ghosts = [known.ghosts.take(row) for row in range(20)]
+
+        kept = range(16, 20) if looks_between else range(12, 20)  # what was taken has had a slot of the eight too
+        assert [row for row, ghost in enumerate(ghosts) if ghost] == list(kept)
+        assert [ghost.mark for ghost in ghosts if ghost] == [row % 4 for row in kept]
+
+
 def test_a_large_tier_remembers_no_more_than_the_limit() -> None:
     known = Remembering(MAX_GHOSTS, 2)
     known.ghosts.add(0, 0)
