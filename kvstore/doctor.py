@@ -2,10 +2,10 @@
 what would be right. Changes nothing; a temporary file in each directory of a drive is gone at once."""
 
 import ctypes
+import dataclasses
 import errno
 import importlib.metadata
 import importlib.util
-import itertools
 import mmap
 import os
 import platform
@@ -43,6 +43,7 @@ _MIN_ARENA_BYTES = 1 << 30
 _TIMEX_NBYTES = 256  # struct timex is 208 bytes on 64-bit Linux
 _TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 _GIB = 1 << 30
+_OF_HASHES = ("hash", "block_tokens", "opaque_block_nbytes")
 
 
 class Level(StrEnum):
@@ -242,13 +243,15 @@ def check_sidecar(path: str, deadline_s: float) -> Iterator[Finding]:
             f"{problem.problem} {problem.subject}: {problem.reason}",
             "kvstore stat says what to do",
         )
-    arena = next(tier for tier in stats.tiers if tier.name == "pinned")
-    yield Finding(
-        "arena",
-        Level.OK,
-        f"{arena.capacity_bytes / _GIB:.2f} GiB, {stats.num_blocks:,} blocks of {len(spaces)} namespaces",
-    )
-    yield from check_hashes([KVSpec.from_canonical(space.spec) for space in spaces])
+    arena = next((tier for tier in stats.tiers if tier.name == "pinned"), None)
+    size = "not told" if arena is None else f"{arena.capacity_bytes / _GIB:.2f} GiB"
+    yield Finding("arena", Level.OK, f"{size}, {stats.num_blocks:,} blocks of {len(spaces)} namespaces")
+    try:
+        specs = [KVSpec.from_canonical(space.spec) for space in spaces]
+    except KVStoreError as err:  # of an engine with another kvstore
+        yield Finding("hashes", Level.PROBLEM, err.message, "the same version of kvstore for all engines")
+        return
+    yield from check_hashes(specs)
 
 
 def _check_socket(path: str) -> Finding:
@@ -290,25 +293,31 @@ def _check_version(server_version: str) -> Finding:
 
 def check_hashes(specs: Iterable[KVSpec]) -> Iterator[Finding]:
     """Engines of one model that hash tokens in different ways never find each other's blocks."""
+    alike: dict[tuple[object, ...], list[KVSpec]] = {}
+    for spec in dict.fromkeys(specs):
+        alike.setdefault(_pages_of(spec), []).append(spec)
     told: set[tuple[str, ...]] = set()
-    for left, right in itertools.combinations(specs, 2):
-        fields = differing_fields(left, right)
-        if left.weights != right.weights or not fields or not all(map(_is_of_hash, fields)) or tuple(fields) in told:
-            continue
-        told.add(tuple(fields))
-        values = "; ".join(f"{field} {_field(left, field)!r} and {_field(right, field)!r}" for field in fields)
-        yield Finding(
-            "hashes",
-            Level.WARNING,
-            f"engines of the same weights do not share: {values}",
-            "the same block size, hash algorithm and PYTHONHASHSEED (SGLang: salt) for all of them",
-        )
+    for first, *others in alike.values():
+        for other in others:
+            fields = tuple(field for field in differing_fields(first, other) if field != "opaque_block_nbytes")
+            if fields in told:
+                continue
+            told.add(fields)
+            values = "; ".join(f"{field} {_field(first, field)!r} and {_field(other, field)!r}" for field in fields)
+            yield Finding(
+                "hashes",
+                Level.WARNING,
+                f"engines of the same weights do not share: {values}",
+                "the same block size, hash algorithm and PYTHONHASHSEED (SGLang: salt) for all of them",
+            )
     if not told:
         yield Finding("hashes", Level.OK, "engines of the same weights hash alike")
 
 
-def _is_of_hash(field: str) -> bool:
-    return field.startswith("hash.") or field == "block_tokens"
+def _pages_of(spec: KVSpec) -> tuple[object, ...]:
+    """What specs that differ in their hashes only have in common; an opaque block is as long as its tokens are many."""
+    same = (getattr(spec, field.name) for field in dataclasses.fields(spec) if field.name not in _OF_HASHES)
+    return (spec.opaque_block_nbytes / spec.block_tokens, *same)
 
 
 def _field(spec: KVSpec, name: str) -> object:

@@ -1,5 +1,6 @@
 """`kvstore doctor`, each environment broken for real: it says which check failed and what would be right, and exits with 1."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -7,16 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from sidecar_process import ROOT, SPEC, SidecarProcess, connected, running_sidecar
 
 from kvstore.cli.main import cli
-from kvstore.core.keys import HashScheme
+from kvstore.core.keys import HashScheme, KVSpec
+from kvstore.core.limits import MAX_NAMESPACES
+from kvstore.doctor import check_hashes
 
 DEADLINE_S = 30.0
 NOBODY = 65534
@@ -171,6 +176,60 @@ def test_engines_that_hash_in_two_ways_are_named(tmp_path: Path) -> None:
     assert found["hashes"][0]["level"] == "warning"
     assert "hash.seed '0' and 'random:ab'" in found["hashes"][0]["found"]
     assert "PYTHONHASHSEED" in found["hashes"][0]["right"]
+
+
+def _without_rope(cls: Any, *, fields: Callable[[Any], tuple[Any, ...]] = dataclasses.fields) -> list[Any]:
+    return [field for field in fields(cls) if field.name != "rope"]
+
+
+def opaque(**changes: object) -> KVSpec:
+    """As vLLM's on a CPU."""
+    whole = {
+        "page_format": "opaque:vllm",
+        "stored_format": "opaque:vllm",
+        "opaque_block_nbytes": 4096,
+        "block_tokens": 32,
+    }
+    scheme = HashScheme(algorithm="engine:vllm-sha256", block_tokens=32, digest_nbytes=32)
+    return replace(SPEC, **whole | {"hash": scheme} | changes)  # type: ignore[arg-type]  # fields of a spec
+
+
+def test_engines_of_other_block_sizes_are_named_though_their_blocks_are_opaque() -> None:
+    longer = replace(opaque().hash, block_tokens=64)
+    (finding,) = check_hashes([opaque(), opaque(block_tokens=64, opaque_block_nbytes=8192, hash=longer)])
+
+    assert finding.level == "warning"
+    assert finding.found.endswith("do not share: block_tokens 32 and 64; hash.block_tokens 32 and 64")
+
+
+def test_engines_with_other_bytes_a_token_are_none_of_the_hashes_concern() -> None:
+    (finding,) = check_hashes(
+        [opaque(), opaque(opaque_block_nbytes=8192), opaque(page_format="opaque:b", stored_format="opaque:b")]
+    )
+
+    assert finding.level == "ok"
+
+
+def test_as_many_namespaces_as_a_sidecar_takes_are_compared_at_once() -> None:
+    seeds = [replace(opaque().hash, seed=f"random:{i}") for i in range(MAX_NAMESPACES)]
+    specs = [opaque(hash=seed) for seed in seeds]
+
+    started_s = time.monotonic()
+    (finding,) = check_hashes(specs)
+
+    assert "hash.seed 'random:0' and 'random:1'" in finding.found
+    assert time.monotonic() - started_s < 5.0  # by pairs it took minutes
+
+
+def test_an_engine_of_another_version_whose_spec_cannot_be_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_sidecar(tmp_path) as sidecar, connected(sidecar):
+        monkeypatch.setattr(dataclasses, "fields", _without_rope)  # this side knows a field less
+        status, found = doctor("--socket", str(sidecar.socket))
+
+    assert status == 1
+    assert found["hashes"][0]["found"] == "rope: not a field of the spec"
 
 
 def test_engines_of_other_weights_may_hash_as_they_like(tmp_path: Path) -> None:
