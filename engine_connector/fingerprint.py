@@ -32,6 +32,7 @@ _HEADER_BYTES = 16 << 20
 _REGION_BYTES = 64 << 20
 _PAGE_BYTES = 64 << 10
 _CHUNK_BYTES = 8 << 20
+_ADAPTER_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".json"})
 _VOLATILE_CONFIG = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
 
@@ -63,6 +64,32 @@ def weights_fingerprint(path: str | os.PathLike[str], *, whole_file_limit_bytes:
     if not shards:
         raise ConfigError(f"weights: no .safetensors file in {path}", field="weights", value=str(path))
     return "dir:" + xxhash.xxh3_128_hexdigest("\n".join(sorted(shards)).encode())
+
+
+def adapter_fingerprint(directory: Path) -> str:
+    """Of a LoRA adapter's weights and settings, with their names. Raises ConfigError when there are none to read."""
+    files = adapter_files(directory)
+    if not files:
+        raise ConfigError(f"lora_path: {directory} holds no adapter", field="lora_path", value=str(directory))
+    return "\n".join(f"{path.name} {weights_fingerprint(path)}" for path in files)
+
+
+def adapter_files(directory: Path) -> list[Path]:
+    """Raises ConfigError for a directory that is not there."""
+    try:
+        return sorted(path for path in directory.iterdir() if path.suffix in _ADAPTER_SUFFIXES)
+    except OSError as err:
+        raise ConfigError(
+            f"lora_path: {directory} cannot be read ({err.strerror}); give a local directory",
+            field="lora_path",
+            value=str(directory),
+        ) from err
+
+
+def weights_as_loaded(fingerprint: str, *, quantization: str, load_format: str) -> str:
+    """Of what an engine makes of the files: it may quantise them, or draw random numbers in their place ("dummy")."""
+    made = (quantization, load_format if load_format == "dummy" else "")
+    return "+".join((fingerprint, *filter(None, made)))
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

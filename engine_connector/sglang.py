@@ -36,7 +36,7 @@ from sglang.srt.runtime_context import get_context
 from kvstore.client import Client
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import KVSpec
-from kvstore.engine_connector.fingerprint import weights_fingerprint
+from kvstore.engine_connector.fingerprint import adapter_fingerprint, weights_as_loaded, weights_fingerprint
 from kvstore.engine_connector.keyed_blocks import KeyedBlocks
 from kvstore.engine_connector.model_files import local_model_files
 from kvstore.engine_connector.session import StoreSession
@@ -369,15 +369,38 @@ def _model_facts(settings: BackendSettings) -> ModelFacts:
     files = local_model_files(model, revision=_of_server("revision", None), cache_dir=_of_server("download_dir", None))
     config = files / "config.json"
     changed = json.loads(str(_of_server("json_model_override_args", "{}")) or "{}")
+    scales = _of_server("quantization_param_path", None)
     return ModelFacts(
         version=sglang.__version__,
         weights=weights_fingerprint(files),
         quantization=str(_of_server("quantization", "") or ""),
+        load_format=str(_of_server("load_format", "auto")),
         model_config=(json.loads(config.read_text()) if config.is_file() else {}) | changed,
         dtype=str(_of_server("dtype", "auto")),
         cache_dtype=str(_of_server("kv_cache_dtype", "auto")),
+        cache_scales=weights_fingerprint(scales) if scales else "",
+        adapters=_adapters(),
+        draft=_draft(),
         salt=settings.salt,
     )
+
+
+def _adapters() -> str:
+    """Those of --lora-paths: SGLang's keys hold their names and paths."""
+    loras = _of_server("lora_paths", None) or ()
+    return "\n\n".join(
+        sorted(f"{lora.lora_name}\n{adapter_fingerprint(local_model_files(str(lora.lora_path)))}" for lora in loras)
+    )
+
+
+def _draft() -> str:
+    draft = _of_server("speculative_draft_model_path", None)
+    if not draft:
+        return ""
+    files = local_model_files(str(draft), revision=_of_server("speculative_draft_model_revision", None))
+    quantization = str(_of_server("speculative_draft_model_quantization", "") or "")
+    load_format = str(_of_server("speculative_draft_load_format", None) or "")
+    return weights_as_loaded(weights_fingerprint(files), quantization=quantization, load_format=load_format)
 
 
 def _of_server(name: str, default: str | None) -> Any:

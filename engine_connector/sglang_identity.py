@@ -3,17 +3,20 @@ reads SGLang's configuration and pools and gives plain values.
 
 SGLang's page hashes are used verbatim: a chain of sha256 over the tokens, begun with the request's extra key (its adapter) and
 cache salt. They hold no weights, dtype or layout, and HiCacheStorageConfig lacks the first two, so all of that goes into the
-spec. A page of the host pool is stored as it lies there, so the pool's class and layout are part of the page format. A rank of
-a tensor-parallel engine has the heads of its own; `PoolFacts.part` says which.
+spec. An adapter named at the start is in them by name and path (one loaded later by a random id), so what its files hold goes
+into the spec too, and into that of a draft model's pools its weights. A page of the host pool is stored as it lies there, so the
+pool's class and layout are part of the page format. A rank of a tensor-parallel engine has the heads of its own;
+`PoolFacts.part` says which.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import HashScheme, KVSpec
-from kvstore.engine_connector.fingerprint import config_digest
+from kvstore.engine_connector.fingerprint import config_digest, weights_as_loaded
 
 _OF_SGLANG = ("backend_name", "module_path", "class_name")
 _DIGEST_NBYTES = 32
@@ -61,9 +64,13 @@ class ModelFacts:
     version: str  # SGLang's
     weights: str  # fingerprint
     quantization: str  # as SGLang applies it; "" for none
+    load_format: str
     model_config: Mapping[str, Any]  # the model's config.json, with what the operator changed in it
     dtype: str  # of the computation
     cache_dtype: str  # of K and V; "auto": the same
+    cache_scales: str = ""  # fingerprint of the file with the scales of K and V; "": those of the weights
+    adapters: str = ""  # fingerprints of those that SGLang knows by name
+    draft: str = ""  # of the draft model's weights; "": none of its own
     salt: str = ""
 
 
@@ -87,8 +94,13 @@ def kv_spec(model: ModelFacts, pool: PoolFacts) -> KVSpec:
     """The namespace's spec."""
     page_format = f"opaque:sglang-{model.version}:{pool.kind}:{pool.layout}:{pool.part}"
     dtype = model.dtype if model.cache_dtype == "auto" else f"{model.dtype}/{model.cache_dtype}"
+    dtype += f"*{model.cache_scales}" if model.cache_scales else ""
+    weights = weights_as_loaded(model.weights, quantization=model.quantization, load_format=model.load_format)
+    seed = model.salt
+    if model.adapters:
+        seed += f"+adapters:{hashlib.sha256(model.adapters.encode()).hexdigest()[:32]}"
     return KVSpec(
-        weights=model.weights + (f"+{model.quantization}" if model.quantization else ""),
+        weights=f"{weights}+draft:{model.draft}" if model.draft and pool.name.startswith("draft") else weights,
         num_layers=pool.num_layers,
         num_kv_heads=pool.num_kv_heads,
         head_dim=pool.head_dim,
@@ -98,7 +110,7 @@ def kv_spec(model: ModelFacts, pool: PoolFacts) -> KVSpec:
         group="full" if pool.name == "kv" else f"sglang:{pool.name}",
         hash=HashScheme(
             algorithm="engine:sglang-sha256",
-            seed=model.salt,
+            seed=seed,
             block_tokens=pool.page_tokens,
             digest_nbytes=_DIGEST_NBYTES,
         ),

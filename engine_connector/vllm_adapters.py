@@ -7,14 +7,14 @@ the start are believed; the inode's change time says it, which no copying tool s
 """
 
 import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from kvstore.core.errors import ConfigError
-from kvstore.engine_connector.fingerprint import weights_fingerprint
+from kvstore.engine_connector.fingerprint import adapter_files, adapter_fingerprint
 
 logger = logging.getLogger(__name__)
-_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".json"})
 
 
 class LoraRequest(Protocol):
@@ -46,16 +46,25 @@ class Adapters:
             return None
 
     def _fingerprint(self, directory: Path) -> str:
+        files = adapter_files(directory)
         try:
-            files = sorted(path for path in directory.iterdir() if path.suffix in _SUFFIXES)
-            changed_ns = max(path.stat().st_ctime_ns for path in [directory, *files])
+            changed_ns = max(path.lstat().st_ctime_ns for path in _on_the_way([directory, *files]))
         except OSError as err:
-            raise _refusal(f"cannot be read ({err.strerror}); give a local directory", directory) from err
+            raise _refusal(f"cannot be read ({err.strerror})", directory) from err
         if changed_ns >= self._started_ns:
             raise _refusal("has changed since this engine started, so what is loaded is not known", directory)
-        if not files:
-            raise _refusal("holds no adapter", directory)
-        return "\n".join(f"{path.name} {weights_fingerprint(path)}" for path in files)
+        return adapter_fingerprint(directory)
+
+
+def _on_the_way(paths: Iterable[Path]) -> Iterator[Path]:
+    """These, and every symbolic link by which they are reached: one that was turned since leads to other files, old as they
+    may be."""
+    for path in paths:
+        for part in (path.absolute(), *path.absolute().parents):
+            if part.is_symlink():
+                yield part
+                yield from _on_the_way([part.parent / part.readlink()])
+        yield path.resolve()
 
 
 def _refusal(problem: str, directory: Path) -> ConfigError:

@@ -8,7 +8,8 @@ and layout nor on the number of ranks. The GPU's part has run on no GPU yet.
 import logging
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -24,7 +25,7 @@ from kvstore.engine_connector.fingerprint import weights_fingerprint
 from kvstore.engine_connector.model_files import local_model_files
 from kvstore.engine_connector.page_part import PagePart
 from kvstore.engine_connector.protocol import Pages
-from kvstore.engine_connector.vllm_identity import EngineFacts, GroupFacts, hash_seed
+from kvstore.engine_connector.vllm_identity import EngineFacts, GroupFacts, group_name, hash_seed, settings_by_length
 from kvstore.kernels.block_part import BlockPart
 from kvstore.kernels.device_pages import DevicePages
 from kvstore.kernels.page_map import PageMap
@@ -79,12 +80,15 @@ def engine_specs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instan
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     files = local_model_files(model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir)
+    config = model.hf_config.to_dict()
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     facts = EngineFacts(
         version=vllm.__version__,
         weights=weights_fingerprint(files),
         quantization=model.quantization or "",
-        model_config=model.hf_config.to_dict(),
+        load_format=str(vllm_config.load_config.load_format),
+        model_config=config,
+        settings=settings_by_length(config, model.max_model_len) | _settings(vllm_config, files),
         dtype=str(model.dtype).removeprefix("torch."),
         cache_dtype=cache.cache_dtype,
         layout=str(kv_cache_config.kv_cache_layout),
@@ -98,6 +102,17 @@ def engine_specs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instan
     return [facts.spec(group) for group in _groups(vllm_config, kv_cache_config)]
 
 
+def _settings(vllm_config: VllmConfig, files: Path) -> dict[str, Any]:
+    """How weights are quantised at the start, and how images are made numbers: vLLM hashes an image before that."""
+    model = vllm_config.model_config
+    settings: dict[str, Any] = {"quantization_config": model.quantization_config}
+    if model.multimodal_config is not None:
+        settings["mm_processor_kwargs"] = model.multimodal_config.mm_processor_kwargs
+        settings["video_pruning_rate"] = model.multimodal_config.video_pruning_rate
+        settings |= {path.name: path.read_text() for path in sorted(files.glob("*processor_config.json"))}
+    return settings
+
+
 def _groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[GroupFacts]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     groups = []
@@ -108,7 +123,7 @@ def _groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Gro
         isa = _get_attn_isa(model.dtype, spec.block_size, spec.head_size, cache.cache_dtype) if opaque else ""
         groups.append(
             GroupFacts(
-                name=f"{kind}.{number}" if number else kind,
+                name=group_name(kind, number, group.layer_names, num_groups=len(kv_cache_config.kv_cache_groups)),
                 num_layers=len(group.layer_names),
                 num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
                 head_size=spec.head_size,

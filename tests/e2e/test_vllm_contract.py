@@ -239,6 +239,9 @@ def config_for(socket, directory, **changes):
         model=str(directory),
         revision=None,
         quantization=None,
+        quantization_config=None,
+        multimodal_config=None,
+        max_model_len=4096,
         hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4}),
         dtype=torch.float32,
         get_total_num_kv_heads=lambda: 2,
@@ -263,7 +266,7 @@ def config_for(socket, directory, **changes):
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format="auto"),
     )
 
 

@@ -61,6 +61,51 @@ def transfer(engine, name, hashes, policy):
     return PoolTransfer(PoolName(name), host_indices=indices, keys=list(hashes), hit_policy=PoolHitPolicy(policy))
 
 
+@pytest.mark.parametrize(
+    ("field", "pool", "file"),
+    [
+        ("lora_paths", "kv", "adapter_model.safetensors"),
+        ("quantization_param_path", "kv", "scales.json"),
+        ("speculative_draft_model_path", "draft", "model.safetensors"),
+    ],
+)
+def test_files_that_sglang_s_keys_name_at_most_by_their_path_separate_by_content(hicache, tmp_path, field, pool, file):
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.runtime_context import get_context
+
+    from kvstore.engine_connector.sglang import KVStoreHiCache
+
+    (tmp_path / "model.safetensors").write_bytes(b"model")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    lora = LoRARef(lora_id=LoRARef.deterministic_id("a", str(folder)), lora_name="a", lora_path=str(folder))
+    value = {"lora_paths": [lora], "quantization_param_path": str(folder / file)}.get(field, str(folder))
+    shape = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    namespaces = set()
+    for content in (b"one", b"two"):
+        (folder / file).write_bytes(content)
+        with get_context().override_server_args(**{field: value}):
+            backend = KVStoreHiCache(
+                HiCacheStorageConfig(
+                    **shape,
+                    is_mla_model=False,
+                    enable_storage_metrics=False,
+                    is_page_first_layout=False,
+                    model_name="",
+                    extra_config={
+                        "interface_v1": 1,
+                        "model_path": str(tmp_path),
+                        "socket": str(tmp_path / "none.sock"),
+                    },
+                )
+            )
+            backend.register_mem_host_pool_v2(hicache.host_pool("page_first", layers=1, pages=8), pool)
+        namespaces |= set(backend._pools[pool].namespaces)
+
+    assert len(namespaces) == 2
+
+
 def test_a_prefix_is_as_long_as_every_pool_s(hicache, engine):
     hashes = engine.hashes(list(range(10 * hicache.PAGE)))
     engine.save(list(range(10 * hicache.PAGE)))

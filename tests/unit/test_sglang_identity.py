@@ -20,6 +20,7 @@ MODEL = ModelFacts(
     version="0.5.23",
     weights="dir:0123",
     quantization="",
+    load_format="auto",
     model_config={"rope_theta": 10000.0, "_name_or_path": "/models/a"},
     dtype="bfloat16",
     cache_dtype="auto",
@@ -44,6 +45,9 @@ WHOLE = {"layers": range(4), "stage": (0, 1), "heads": (0, 1), "replicated": Fal
     [
         ({"weights": "dir:4567"}, ["weights"]),
         ({"quantization": "fp8"}, ["weights"]),
+        ({"load_format": "dummy"}, ["weights"]),
+        ({"cache_scales": "xxh3:01"}, ["dtype"]),
+        ({"adapters": "a xxh3:02"}, ["hash.seed"]),
         ({"model_config": {"rope_theta": 1e6}}, ["rope"]),
         ({"dtype": "float16"}, ["dtype"]),
         ({"cache_dtype": "fp8_e5m2"}, ["dtype"]),
@@ -72,6 +76,14 @@ def test_pools_that_differ_do_not_share(change: dict, fields: list[str]) -> None
     other = kv_spec(MODEL, dataclasses.replace(POOL, **change))
 
     assert differing_fields(kv_spec(MODEL, POOL), other) == fields
+
+
+@pytest.mark.parametrize(("pool", "fields"), [("kv", []), ("draft", ["weights"]), ("draft_swa", ["weights"])])
+def test_only_pools_of_the_draft_model_are_apart_for_its_weights(pool: str, fields: list[str]) -> None:
+    of_pool = dataclasses.replace(POOL, name=pool)
+    first, second = (kv_spec(dataclasses.replace(MODEL, draft=draft), of_pool) for draft in ("xxh3:01", "xxh3:02"))
+
+    assert differing_fields(first, second) == fields
 
 
 def test_where_the_model_lies_does_not_matter() -> None:

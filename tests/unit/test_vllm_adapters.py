@@ -48,6 +48,27 @@ def test_files_that_changed_after_the_start_are_not_believed_even_with_an_old_da
     assert "has changed since this engine started" in caplog.text
 
 
+@pytest.mark.parametrize("link", ["current", "models/current"])
+def test_a_link_that_was_turned_after_the_start_is_not_believed_however_old_the_files_are(tmp_path, link):
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "a", weights=name.encode())
+    (tmp_path / "models").mkdir()
+    current = tmp_path / link
+    current.symlink_to(tmp_path / "v1")
+    (tmp_path / "link").symlink_to(current)
+    lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "link" / "a"))
+    time.sleep(0.02)  # more than a tick of the clock that dates files
+    adapters = Adapters(time.time_ns())
+    assert adapters.salt(lora) is not None
+    time.sleep(0.02)
+
+    current.unlink()
+    current.symlink_to(tmp_path / "v2")
+
+    assert adapters.salt(lora) is None
+
+
 @pytest.mark.parametrize("path", ["somebody/adapter-on-the-hub", "empty"])
 def test_what_is_no_local_adapter_is_not_shared(adapters, tmp_path, path):
     (tmp_path / "empty").mkdir()

@@ -1,17 +1,29 @@
 """What a vLLM engine's blocks are: whatever decides their bytes separates them, and nothing else does."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.keys import differing_fields
-from kvstore.engine_connector.vllm_identity import ConnectorSettings, EngineFacts, GroupFacts, hash_seed, instance_of
+from kvstore.engine_connector.layer_groups import LayerGroup
+from kvstore.engine_connector.vllm_identity import (
+    ConnectorSettings,
+    EngineFacts,
+    GroupFacts,
+    group_name,
+    hash_seed,
+    instance_of,
+    settings_by_length,
+)
 
 FACTS = EngineFacts(
     version="0.32.0",
     weights="dir:0123",
     quantization="",
+    load_format="auto",
+    settings={},
     model_config={
         "rope_theta": 10000.0,
         "_name_or_path": "/models/a",
@@ -43,6 +55,9 @@ GROUP = GroupFacts(
     [
         ({"weights": "dir:4567"}, ["weights"]),
         ({"quantization": "fp8"}, ["weights"]),
+        ({"load_format": "dummy"}, ["weights"]),
+        ({"settings": {"long_rope": True}}, ["rope"]),
+        ({"settings": {"mm_processor_kwargs": {"num_crops": 4}}}, ["rope"]),
         ({"model_config": {"rope_theta": 1e6}}, ["rope"]),
         ({"dtype": "bfloat16"}, ["dtype"]),
         ({"cache_dtype": "fp8"}, ["dtype"]),
@@ -71,6 +86,41 @@ def test_whatever_decides_the_bytes_separates_and_is_named(change, fields):
 )
 def test_layer_groups_have_specs_of_their_own(change, fields):
     assert differing_fields(FACTS.spec(GROUP), FACTS.spec(GROUP._replace(**change))) == fields
+
+
+LONGROPE = {
+    "model_type": "phi3",
+    "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+}
+LLAMA4 = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "short", "long", "apart"),
+    [
+        (LONGROPE, 4096, 4097, True),
+        ({"text_config": LONGROPE}, 4096, 131072, True),
+        ({"original_max_position_embeddings": 4096, "rope_scaling": {"type": "su"}}, 4096, 8192, True),
+        (LONGROPE, 8192, 131072, False),
+        ({"rope_parameters": LONGROPE["rope_parameters"] | {"rope_type": "yarn"}}, 2048, 131072, False),
+        ({"rope_scaling": None}, 2048, 131072, False),
+        (LLAMA4, 32768, 32769, True),
+        (LLAMA4, 65536, 131072, False),
+    ],
+)
+def test_the_longest_context_separates_only_where_vllm_computes_otherwise_for_it(config, short, long, apart):
+    assert (settings_by_length(config, short) != settings_by_length(config, long)) == apart
+
+
+def test_groups_of_the_same_kind_and_size_but_of_other_layers_do_not_share():
+    def names(layers: Sequence[int]) -> list[str]:
+        return [f"model.layers.{i}.self_attn.attn" for i in layers]
+
+    interleaved, in_order = (group_name("window:64", 1, names(layers), num_groups=2) for layers in ((1, 3), (1, 2)))
+
+    assert interleaved != in_order
+    assert LayerGroup.of(FACTS.spec(GROUP._replace(name=in_order))).num_needed == 2
+    assert group_name("full", 0, names([0, 1]), num_groups=1) == "full"
 
 
 def test_pages_that_are_in_nobodys_order_are_shared_by_any_number_of_ranks_and_any_version():

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from make_model import make_random_model
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.keys import differing_fields
 from kvstore.engine_connector.protocol import ConnectorMetadata, WorkerOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
@@ -74,6 +76,43 @@ def test_what_is_not_served_is_refused_by_name_and_with_what_would_be_right(engi
         engine.refuse_unsupported(*configs(**changes))
 
     assert caught.value.fields["field"] == field
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+LONGROPE |= {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+
+
+@pytest.mark.parametrize(
+    ("common", "change", "fields"),
+    [
+        ({"hf_overrides": {"rope_parameters": LONGROPE}}, {"max_model_len": 1024}, ["rope"]),
+        ({"hf_overrides": {"rope_parameters": LONGROPE}, "max_model_len": 1024}, {"max_model_len": 2048}, []),
+        ({}, {"max_model_len": 1024}, []),
+        ({}, {"hf_overrides": {"rope_parameters": LONGROPE}}, ["rope"]),
+        ({}, {"load_format": "dummy"}, ["weights"]),
+    ],
+)
+def test_settings_of_vllm_separate_engines_where_they_decide_k_and_v(engine, cache, common, change, fields):
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    model = str(make_random_model(cache / "random"))
+    pages = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_spec=pages, layer_names=["model.layers.0.self_attn.attn"])
+    kv_cache = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC")
+    left, right = (
+        engine.engine_specs(
+            EngineArgs(
+                **{"model": model, "block_size": 32, "max_model_len": 512, "skip_tokenizer_init": True} | args
+            ).create_engine_config(),
+            kv_cache,
+            b"i" * 16,
+        )[0]
+        for args in (common, common | change)
+    )
+
+    assert differing_fields(left, right) == fields
 
 
 def test_vllm_finds_the_class_and_takes_a_lost_save_for_no_loss(connector):
