@@ -14,7 +14,7 @@ from engines import BLOCK, GREEDY, SMALL, Bench, Engine
 from sidecar_process import SidecarProcess, running_sidecar, tool, wait_until
 
 from kvstore.core.limits import CALL_DEADLINE_S
-from kvstore.engine_connector import worker_side
+from kvstore.engine_connector import open_load, worker_side
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.local import open_connector
@@ -268,12 +268,12 @@ def test_from_the_first_block_that_fails_on_the_engine_recomputes(
     bench: Bench, sidecar: SidecarProcess, prompt: list[int], monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     bench.engine(sidecar.socket).ask(prompt)
-    num_in, is_current = [0], worker_side._is_current
+    num_in, is_current = [0], open_load.is_current
 
     def count(way: str, number: int) -> None:
         num_in[0] = number if way == "in" else 0
 
-    monkeypatch.setattr(worker_side, "_is_current", lambda *args: is_current(*args) and num_in[0] != failing)
+    monkeypatch.setattr(open_load, "is_current", lambda *args: is_current(*args) and num_in[0] != failing)
     engine = bench.engine(sidecar.socket, before=count)
 
     (output,) = engine.ask(prompt)

@@ -8,7 +8,7 @@ from sidecar_process import SidecarProcess, tool, wait_until
 from tiny_llama import LAYERS
 
 from kvstore.client import ClientArena
-from kvstore.engine_connector import worker_side
+from kvstore.engine_connector import block_copies, worker_side
 from kvstore.engine_connector.engine.llm import LLM
 from kvstore.engine_connector.engine.sampler import SamplingParams
 from kvstore.engine_connector.engine.sequence import FinishReason
@@ -33,7 +33,7 @@ def prompt(bench: Bench, sidecar: SidecarProcess) -> list[int]:
 @pytest.fixture(autouse=True)
 def _a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a step that is patient: this machine may be busy."""
-    monkeypatch.setattr(worker_side, "_LAYERS_COPY_BYTES", 1)
+    monkeypatch.setattr(block_copies, "LAYERS_COPY_BYTES", 1)
     monkeypatch.setattr(worker_side, "LAYERS_DEADLINE_S", 5.0)
 
 
@@ -126,7 +126,7 @@ def test_a_slot_that_is_not_the_leases_any_more_is_recomputed(
     bench: Bench, sidecar: SidecarProcess, prompt: list[int], layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes are another's from that copy on. The generation table is the sidecar's to write, so the answer is changed."""
-    changed, seen, real = threading.Event(), [], worker_side._is_current
+    changed, seen, real = threading.Event(), [], block_copies.is_current
     num_good = 10
 
     def is_current(arena: ClientArena, move: BlockMove) -> bool:
@@ -139,7 +139,7 @@ def test_a_slot_that_is_not_the_leases_any_more_is_recomputed(
             arena.array[move.offset : move.offset + 2048] = 0xFF  # NaN
             changed.set()
 
-    monkeypatch.setattr(worker_side, "_is_current", is_current)
+    monkeypatch.setattr(block_copies, "is_current", is_current)
     engine = bench.engine(sidecar.socket, layerwise=True, before=change)
     engine.llm.add_request(prompt, GREEDY)
 
