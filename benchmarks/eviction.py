@@ -6,7 +6,8 @@ trace_baselines.json with published hit rates by the same semantics. Without the
 
 `bound` is the most that foresight could hit; `gap closed` is how far a policy gets from LRU to there. No constant of the
 default was chosen on these files: its learning rate and discount are LeCaR's. That it does not live off one of them is looked
-at on each half of each trace by itself, and on loops, scans, popularity that shifts, sessions that grow, and a mixture.
+at on each half of each trace by itself, and on loops, scans, popularity that shifts, sessions that grow, a mixture,
+and one tenant that floods the tier with new prompts beside the sessions of others.
 """
 
 import itertools
@@ -109,7 +110,18 @@ def mixture(draw: random.Random) -> Iterator[list[int]]:
             yield list(range(once, once + draw.randint(5, 40)))
 
 
-SHAPES: tuple[Callable[[random.Random], Iterator[list[int]]], ...] = (loop, scan, shifting, sessions, mixture)
+def flood(draw: random.Random) -> Iterator[list[int]]:
+    """Sessions, and between any two of their turns three long prompts of another tenant, which nobody has twice. No quota."""
+    first = 10_000_000
+    for blocks in sessions(random.Random(SEED)):
+        yield blocks
+        for _ in range(3):
+            num_blocks = draw.randint(20, 60)
+            yield list(range(first, first + num_blocks))
+            first += num_blocks
+
+
+SHAPES: tuple[Callable[[random.Random], Iterator[list[int]]], ...] = (loop, scan, shifting, sessions, mixture, flood)
 
 
 # --- cost of a policy ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """ARC over leaves."""
 
+from collections import OrderedDict
+
 import numpy as np
 
 from kvstore.eviction.base import LeafPolicy
 from kvstore.eviction.columns import Column
-from kvstore.eviction.ghosts import Ghosts
 from kvstore.eviction.lru import by_last_use
 from kvstore.eviction.order import LeafOrder
 from kvstore.eviction.policy import TierRows
@@ -17,8 +18,13 @@ _USED = np.array([_NONE, _AGAIN, _AGAIN, _ONCE, _AGAIN], np.uint8)
 
 class Arc(LeafPolicy):
     """Two lists, of blocks used once and of blocks used again, both by last use; evicted blocks that come back say which of them
-    should be longer. (Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache, FAST 2003.) Here the lengths count
-    all blocks and a victim is the oldest leaf of its list; what was evicted is remembered for one filling of the tier."""
+    should be longer. (Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache, FAST 2003.) The lengths count all
+    blocks, a victim is the oldest leaf of its list, and as many evicted blocks are remembered as there, in some
+    150 bytes each.
+
+    Room is made for a whole request before its blocks are looked up among the evicted ones, and never from its own prefix:
+    where requests are a large part of the tier, that hits less than the published form, which learns from block to block.
+    """
 
     def __init__(self, index: BlockIndex, tier: TierRows) -> None:
         super().__init__(index, tier)
@@ -29,8 +35,8 @@ class Arc(LeafPolicy):
         self.orders = (self._once, self._again)
         self._num_once = 0
         self._target = 0.0  # of _num_once
-        self._ghosts = Ghosts(index, tier, history=2)
-        self._num_ghosts = {_ONCE: 0, _AGAIN: 0}
+        self._evicted_once: OrderedDict[bytes, None] = OrderedDict()  # keys, the first evicted first
+        self._evicted_again: OrderedDict[bytes, None] = OrderedDict()
 
     def offer(self, row: int) -> None:
         """See EvictionPolicy."""
@@ -40,17 +46,25 @@ class Arc(LeafPolicy):
         """See EvictionPolicy."""
         self._list.grow()
         capacity = max(1, self._tier.num_placed())
+        once, again = self._evicted_once, self._evicted_again
         for row in rows.tolist():
             self._num_once -= self._is_once(row) and self._list.at[row] != _NONE  # another block's, that was dropped
-            known = self._ghosts.take(row)
-            self._list.at[row] = _NEW if known is None else _BACK
-            self._num_once += known is None
-            if known is not None:
-                mine, others = known.mark, _ONCE + _AGAIN - known.mark
-                step = max(1.0, self._num_ghosts[others] / max(1, self._num_ghosts[mine]))
-                step = min(step, capacity)
-                self._target = min(max(self._target + (step if mine == _ONCE else -step), 0.0), capacity)
-                self._num_ghosts[mine] = max(0, self._num_ghosts[mine] - 1)
+            key = self.index.keys[row]
+            if key in once:
+                self._target = min(self._target + max(1.0, len(again) / len(once)), capacity)
+                del once[key]
+                self._list.at[row] = _BACK
+            elif key in again:
+                self._target = max(self._target - max(1.0, len(once) / len(again)), 0.0)
+                del again[key]
+                self._list.at[row] = _BACK
+            else:
+                self._num_once += 1
+                self._list.at[row] = _NEW
+        while once and self._num_once + len(once) > capacity:
+            once.popitem(last=False)
+        while again and len(once) + len(again) > capacity:
+            again.popitem(last=False)
 
     def used(self, rows: Rows) -> None:
         """See EvictionPolicy. A leaf that changes its list is queued in the other one too; where it was, it is passed over."""
@@ -74,11 +88,10 @@ class Arc(LeafPolicy):
         return None
 
     def _leave(self, row: int) -> None:
-        mark = _ONCE if self._is_once(row) else _AGAIN
-        self._num_once -= mark == _ONCE and self._list.at[row] != _NONE
+        is_once = self._is_once(row)
+        self._num_once -= is_once and self._list.at[row] != _NONE
         self._list.at[row] = _NONE
-        self._ghosts.add(row, mark)
-        self._num_ghosts[mark] = min(self._num_ghosts[mark] + 1, self._ghosts.capacity)
+        (self._evicted_once if is_once else self._evicted_again)[self.index.keys[row]] = None
 
     def _is_once(self, row: int) -> bool:
         return row >= len(self._list.values) or self._list.at[row] in {_NONE, _ONCE, _NEW}

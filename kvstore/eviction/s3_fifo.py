@@ -20,7 +20,10 @@ class S3Fifo(LeafPolicy):
 
     A block enters the small queue, or the main one if it was evicted from the small one lately; a block used twice in the small
     queue moves to the main one; in the main one each use is another round. (Yang et al., FIFO queues are all you need for
-    cache eviction, SOSP 2023.) Here a block's place in a queue comes up when it is a leaf.
+    cache eviction, SOSP 2023.) Here a block's place in a queue comes up when it is a leaf, and room is made for a whole request
+    before its blocks are looked up among the evicted ones. The published form, in which any block may go, hits 0.3 points more on
+    the conversation trace at 10,000 blocks. Evicted blocks are remembered a little longer than there: without that the same
+    cell loses 0.3 points more, and the agentic trace at 1,000 gains.
     """
 
     def __init__(self, index: BlockIndex, tier: TierRows) -> None:

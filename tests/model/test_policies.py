@@ -99,6 +99,57 @@ def test_the_same_requests_give_the_same_victims(name: str) -> None:
     assert runs[0] == runs[1]
 
 
+class ReferenceArc:
+    """ARC as published, for single blocks, but that the victim is chosen before the block is looked up among the evicted."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.target = capacity, 0.0
+        self.once: list[int] = []
+        self.again: list[int] = []
+        self.evicted_once: list[int] = []
+        self.evicted_again: list[int] = []
+
+    def request(self, block: int) -> bool:
+        once, again, evicted_once, evicted_again = self.once, self.again, self.evicted_once, self.evicted_again
+        for blocks in (once, again):
+            if block in blocks:
+                blocks.remove(block)
+                again.append(block)
+                return True
+        if len(once) + len(again) == self.capacity:
+            is_once = len(once) > self.target or not again
+            (evicted_once if is_once else evicted_again).append((once if is_once else again).pop(0))
+        if block in evicted_once:
+            self.target = min(self.target + max(1, len(evicted_again) / len(evicted_once)), self.capacity)
+            evicted_once.remove(block)
+            again.append(block)
+        elif block in evicted_again:
+            self.target = max(self.target - max(1, len(evicted_once) / len(evicted_again)), 0)
+            evicted_again.remove(block)
+            again.append(block)
+        else:
+            once.append(block)
+        while evicted_once and len(once) + len(evicted_once) > self.capacity:
+            evicted_once.pop(0)
+        while evicted_again and len(evicted_once) + len(evicted_again) > self.capacity:
+            evicted_again.pop(0)
+        return False
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arc_hits_single_blocks_as_its_reference_does(seed: int) -> None:
+    draw = random.Random(seed)
+    cache, reference = ReplayCache(10 + 10 * seed, make_policy("arc")), ReferenceArc(10 + 10 * seed)
+    targets = set()
+
+    for turn in range(3000):
+        block = int(draw.paretovariate(0.6)) + turn // 500 if draw.random() < 0.8 else 10**6 + turn
+        assert cache.request([block]) == reference.request(block)
+        targets.add(reference.target)
+
+    assert len(targets) > 5  # it has learnt
+
+
 @pytest.mark.parametrize(("file", "capacity"), [("conversation_trace_1000", 1000), ("agentic_trace_400", 300)])
 def test_the_default_is_no_worse_than_lru_on_excerpts_of_traces(file: str, capacity: int) -> None:
     trace = read_trace(DATA / f"{file}.jsonl.gz")
