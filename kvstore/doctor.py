@@ -114,10 +114,16 @@ def _version(name: str) -> str | None:
 
 
 def _memory() -> Iterator[Finding]:
-    available = available_memory_bytes()
-    found = f"{available / _GIB:.1f} GiB can be had, by the kernel and the control groups above us"
-    right = "" if available >= _MIN_ARENA_BYTES else "an arena of 1 GiB needs as much"
-    yield Finding("memory", Level.WARNING if right else Level.OK, found, right)
+    try:
+        available = available_memory_bytes()
+    except (OSError, LookupError) as err:
+        yield Finding(
+            "memory", Level.PROBLEM, f"not told: {err}", "a /proc that a sidecar can read: it looks before it takes"
+        )
+    else:
+        found = f"{available / _GIB:.1f} GiB can be had, by the kernel and the control groups above us"
+        right = "" if available >= _MIN_ARENA_BYTES else "an arena of 1 GiB needs as much"
+        yield Finding("memory", Level.WARNING if right else Level.OK, found, right)
     try:
         os.close(os.memfd_create("kvstore-doctor"))
     except OSError as err:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvstore.cli.main import cli
 from kvstore.core.keys import HashScheme, KVSpec
 from kvstore.core.limits import MAX_NAMESPACES
 from kvstore.doctor import check_hashes
+from kvstore.tiers.host_memory import available_memory_bytes
 
 DEADLINE_S = 30.0
 NOBODY = 65534
@@ -141,6 +143,23 @@ def test_few_files_and_little_locked_memory_are_warnings() -> None:
     assert found["open files"][0]["right"].startswith("ulimit -n 4096")
     locked = "ok" if os.geteuid() == 0 else "warning"  # root may lock what it likes
     assert (found["locked memory"][0]["level"], found["locked memory"][0]["found"]) == (locked, "65,536")
+
+
+def test_a_kernel_that_does_not_tell_of_memory_is_a_problem_and_the_rest_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for masked in ("missing", "empty"):
+        proc = tmp_path / masked
+        proc.mkdir()
+        if masked == "empty":
+            (proc / "meminfo").touch()
+        monkeypatch.setattr("kvstore.doctor.available_memory_bytes", partial(available_memory_bytes, proc))
+
+        status, found = doctor("--socket", str(tmp_path / "none.sock"))
+
+        assert status == 1
+        assert "meminfo" in found["memory"][0]["found"]
+        assert found["socket"][0]["found"].startswith("there is none")
 
 
 def test_a_drive_that_is_not_there_or_not_ours_is_a_problem(tmp_path: Path) -> None:
