@@ -39,7 +39,14 @@ from kvstore.engine_connector.rank_outputs import RankOutputs
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.vllm_adapters import Adapters
-from kvstore.engine_connector.vllm_engine import Rank, engine_specs, open_pages, refuse_unsupported, share_vllm_log
+from kvstore.engine_connector.vllm_engine import (
+    Rank,
+    engine_specs,
+    fails_whole,
+    open_pages,
+    refuse_unsupported,
+    share_vllm_log,
+)
 from kvstore.engine_connector.vllm_identity import ConnectorSettings, instance_of
 from kvstore.engine_connector.vllm_metrics import StoreProm, StoreStats
 from kvstore.engine_connector.vllm_requests import VllmRequests
@@ -91,7 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._instance = instance_of(str(transfer.engine_id), vllm_config.instance_id)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._started_ns = time.time_ns()
-        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
+        self._fails_whole = fails_whole(kv_cache_config)
         self._ranks = RankOutputs(self._num_ranks)
         self._requests: VllmRequests | None = None
         self._worker: _WorkerRole | None = None
@@ -129,17 +136,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         session.start()
         if self._settings.trace:
             self._tracer = open_tracer("kvstore-connector")
+        groups = [LayerGroup.of(spec) for spec in specs]
         side = StoreSchedulerSide(
             session,
             block_tokens=specs[0].hash.block_tokens,
-            groups=[LayerGroup.of(spec) for spec in specs],
+            groups=groups,
             clock=MonotonicClock(),
             fetch=self._settings.fetch,
             chunk_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             tracer=self._tracer,
         )
         self._requests = VllmRequests(
-            side, Adapters(self._started_ns), block_tokens=specs[0].hash.block_tokens, num_groups=len(specs)
+            side,
+            Adapters(self._started_ns),
+            block_tokens=specs[0].hash.block_tokens,
+            has_windows=any(not group.is_full for group in groups),
         )
 
     def on_new_request(self, request: "Request") -> None:
@@ -249,13 +260,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return KVConnectorTransferResults(
             finished_sending=set(self._get_connector_metadata().let_go),
             finished_recving=set(output.finished_loading),
-            failed_recving=failed if self._has_groups else set(),
+            failed_recving=failed if self._fails_whole else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages of this step's finished_recving that are to be computed. With several layer groups vLLM wants requests instead,
-        and computes all of them."""
-        return set() if self._has_groups else set(self._on_worker.output.failed_block_ids)
+        """Pages of this step's finished_recving that are to be computed, up to the first of which all is good. Where that is not
+        so, vLLM is told of requests instead, and computes all of them."""
+        return set() if self._fails_whole else set(self._on_worker.output.failed_block_ids)
 
     def build_connector_worker_meta(self) -> StepOutput | None:
         """For our scheduler half."""

@@ -75,6 +75,13 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             )
 
 
+def fails_whole(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM cannot compute a prefix from its first failed page on: there are several tables, or windows, whose one table
+    has no pages for the tokens before."""
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) > 1 or any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
+
+
 def engine_specs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: bytes) -> list[KVSpec]:
     """One for each layer group, in vLLM's order."""
     model, cache = vllm_config.model_config, vllm_config.cache_config

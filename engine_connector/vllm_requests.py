@@ -148,17 +148,18 @@ class TrackedRequest:
 
 
 class VllmRequests:
-    """One thread: vLLM's scheduler. Closes `side`. `block_tokens`: of one of a request's hashes."""
+    """One thread: vLLM's scheduler. Closes `side`. `block_tokens`: of one of a request's hashes. `has_windows`: a layer group, or
+    the only one, gives pages back while a request goes on."""
 
-    def __init__(self, side: StoreSide, adapters: Adapters, *, block_tokens: int, num_groups: int = 1) -> None:
+    def __init__(self, side: StoreSide, adapters: Adapters, *, block_tokens: int, has_windows: bool = False) -> None:
         self._side = side
-        self._has_groups = num_groups > 1
+        self._has_windows = has_windows
         self._adapters = adapters
         self._block_tokens = block_tokens
         self._requests: dict[str, tuple[VllmRequest, TrackedRequest]] = {}
         self._loading: set[str] = set()
         self._held: set[str] = set()
-        self._given_out: set[int] = set()  # pages, since the last step; of an engine with several layer groups
+        self._given_out: set[int] = set()  # pages, since the last step; of an engine with windows
         self._saving: dict[int, SaveJob] = {}  # likewise
         self._epoch = b""
         self._counts: Counter[str] = Counter()
@@ -181,7 +182,7 @@ class VllmRequests:
     def allocated(self, request_id: str, tables: Tables, num_tokens: int) -> None:
         """vLLM has given the request pages. Start the load that was matched, of so many tokens, if any; the request waits until
         `take` gets its id."""
-        if self._has_groups:
+        if self._has_windows:
             self._given_out.update(page for table in tables for page in table)
         if not num_tokens:
             return
@@ -212,7 +213,7 @@ class VllmRequests:
                 )
         preempted = frozenset(output.preempted_req_ids or ()) | self._losing_pages(output.scheduled_cached_reqs)
         step = self._side.build_connector_meta(scheduled, preempted)
-        if self._has_groups:
+        if self._has_windows:
             self._saving |= {job.job_id: job for job in step.saves}
         let_go = frozenset(request_id for request_id in self._held if not self._side.has_pending(request_id))
         self._held -= let_go
@@ -271,13 +272,14 @@ class VllmRequests:
 
     def _tables(self, tables: Tables) -> PageTables:
         """vLLM's page 0 stands for none; a table of full attention has none such."""
-        if not self._has_groups:
+        if len(tables) == 1 and not self._has_windows:
             return tables[0]
-        return [[page or NO_PAGE for page in table] for table in tables]
+        paged = [[page or NO_PAGE for page in table] for table in tables]
+        return paged if len(paged) > 1 else paged[0]
 
     def _losing_pages(self, cached: CachedRequests) -> frozenset[str]:
         """Requests some of whose pages are saved and have been given to others."""
-        if not self._has_groups:
+        if not self._has_windows:
             return frozenset()
         self._given_out.update(page for tables in cached.new_block_ids if tables for table in tables for page in table)
         losing = frozenset(

@@ -290,7 +290,7 @@ class GroupTables(FakeTables):
 
 @pytest.fixture
 def grouped(side):
-    return VllmRequests(side, FakeAdapters(), block_tokens=32, num_groups=2)
+    return VllmRequests(side, FakeAdapters(), block_tokens=32, has_windows=True)
 
 
 def step(**changes):
@@ -326,6 +326,18 @@ def test_a_save_whose_page_is_given_to_another_is_waited_for_in_that_step(groupe
 
     grouped.build_meta(step())
     assert side.preempted == frozenset()
+
+
+def test_one_layer_group_with_a_window_is_no_less_careful(grouped, side):
+    grouped.add(FakeRequest())
+    side.saves = (SaveJob(1, "r", b"", (BlockMove(5, 0, 1),)),)
+    tables = GroupTables({"r": ([0, 0, 5],)})
+    grouped.build_meta(FakeOutput(kv_connector_block_state=tables, num_scheduled_tokens={"r": 32}))
+    assert side.scheduled[0].block_ids == [NO_PAGE, NO_PAGE, 5]
+
+    grouped.build_meta(step(scheduled_cached_reqs=FakeCached([([5],)])))
+
+    assert side.preempted == {"r"}
 
 
 def test_a_save_that_was_reported_reads_no_page(grouped, side):

@@ -9,6 +9,7 @@ whose heads can be shared out among two ranks, with the same tokenizer.
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -76,8 +77,9 @@ def make_random_model(directory: Path) -> Path:
     return directory
 
 
-def make_hybrid_model(directory: Path) -> Path:
-    """Likewise: 6 layers, every second with a sliding window of 64 tokens, which vLLM keeps in layer groups."""
+def make_hybrid_model(directory: Path, *, layers: Sequence[str] = ("sliding", "full")) -> Path:
+    """Likewise: 6 layers, every second with a sliding window of 64 tokens, which vLLM keeps in layer groups. `layers` are
+    repeated three times."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig  # only where vLLM is
 
     if (directory / "config.json").exists():
@@ -88,13 +90,13 @@ def make_hybrid_model(directory: Path) -> Path:
         vocab_size=_config(loaded)["vocab_size"],
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=6,
+        num_hidden_layers=3 * len(layers),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=2048,
         sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 3,
+        layer_types=[f"{kind}_attention" for kind in layers] * 3,
         initializer_range=0.15,
         tie_word_embeddings=False,
         bos_token_id=1,
