@@ -78,6 +78,7 @@ class House:
             rank=0,
             namespaces=frozenset({self.namespaces[number]}),
             has_arena=True,
+            has_slab=False,
             cuda_registered=False,
             peer=Peer(0, None, local=True, trusted=True, close=lambda _: None),
         )

@@ -192,6 +192,7 @@ def test_every_benchmark_is_in_the_list() -> None:
     shared = {"__init__", "all", "harness", "sidecar", "paced_file", "paced_sidecar", "echo", "reference_model"}
     shared |= {"fake_engine", "link_owner", "open_gate", "rdma_owner"}
     shared |= {"vllm_side_by_side", "sglang_pages"}  # run in those engines' environments
+    shared |= {"gpu"}  # make gpu-bench
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - shared
 
     assert files == set(all_benchmarks.NAMES)
