@@ -190,6 +190,7 @@ def test_prefix_keys_that_are_off_are_told_once(
 ) -> None:
     backend = open_backend(HostPool())
     with caplog.at_level(logging.WARNING):
+        caplog.clear()  # it may have said that it is connected
         backend.batch_set_v1(hashes(1), tokens_of(0), sglang.HiCacheStorageExtraInfo(prefix_keys=[]))
         assert not caplog.messages
         for _ in range(3):

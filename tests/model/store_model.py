@@ -132,6 +132,8 @@ class StoreModel:
 
     def report_pool(self, holder: Holder, label: str, there: list[str], gone: list[str], *, cleared: bool) -> None:
         instance = holder.instance
+        before = self.pool_sessions.get((instance, label), holder.session_id)
+        cleared = cleared or before != holder.session_id  # what another connection told is void
         self.pool_sessions[instance, label] = holder.session_id
         self.pools = {
             (other, known, name)

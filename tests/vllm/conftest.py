@@ -10,8 +10,8 @@ import pytest
 from servers import Sidecar, Slow
 
 HERE = Path(__file__).parent
-# This folder's parent may be on the path, so that `vllm` alone could be this folder.
-HAS_VLLM = find_spec("vllm") is not None and find_spec("vllm.v1") is not None
+# Where the parent of this folder is on the path, a `vllm` without a file is this folder. Not imported, lest it is taken for vLLM.
+HAS_VLLM = (found := find_spec("vllm")) is not None and found.origin is not None
 
 
 def pytest_collection_modifyitems(items):
