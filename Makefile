@@ -2,7 +2,7 @@
 #   make demo    the main job on a real model, end to end          make lint   ruff and mypy
 #   make cluster-demo  three nodes that share blocks, on one machine; one of them and Redis are killed
 #   make test    the tests (what CI runs)                          make bench  the benchmarks, into benchmarks/RESULTS.md
-#   make soak    1,000 kills of a sidecar with drives under load, 10,000 malformed HTTP requests; some 20 minutes
+#   make soak    1,000 kills of a sidecar with drives under load, 10,000 malformed HTTP requests, all of test_reference; some 25 minutes
 #   make load    half an hour of requests; then the page, `kvstore top`, /metrics and the engines' own count, to the token
 #   make gpu-test     attention, pack and unpack, copies and the engine on a GPU; without one it says so and skips
 #   make gpu-bench    pack and unpack, each way of copying, TTFT on a GPU, as JSON in GPU_JSON; without one it says so
@@ -66,6 +66,7 @@ test: $(READY)
 soak: $(READY)
 	KILL_ROUNDS=$${KILL_ROUNDS:-1000} $(BIN)/python -m pytest -s tests/e2e/test_nvme_kill.py $(PYTEST_ARGS)
 	API_FUZZ_ROUNDS=$${API_FUZZ_ROUNDS:-10000} $(BIN)/python -m pytest -s tests/e2e/test_api_server_abuse.py $(PYTEST_ARGS)
+	REFERENCE_CASES=all $(BIN)/python -m pytest -s tests/engine/test_reference.py $(PYTEST_ARGS)
 
 load: $(READY)
 	LOAD_S=$${LOAD_S:-1800} $(BIN)/python -m pytest -s tests/e2e/test_dashboard_page.py -k the_same_everywhere $(PYTEST_ARGS)
