@@ -14,7 +14,6 @@ the copy.
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -53,8 +52,8 @@ class KeyedBlocks:
         self._sleep = sleep
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
-        self._calls: Counter[int] = Counter()  # under way, by the number of their link
-        self._settled = 0  # number of the last link whose sidecar knows that calls of links before it have ended
+        self._num_calls = 0  # under way
+        self._settled = 0  # number of the last link whose sidecar knows that calls before it have ended
 
     def count_held(self, namespace: bytes, keys: Sequence[bytes], *, further_group: bool = False) -> int:
         """How many of `keys`, from the first one on, `load` would find. What lies on drives begins to be read.
@@ -191,22 +190,20 @@ class KeyedBlocks:
 
     @contextmanager
     def _call(self) -> Iterator[Link | None]:
-        """A call under way. After a reconnection the first one for which that is true says that nobody here touches what was
-        leased over earlier connections, so that no slot stays in limbo."""
-        link = self._session.link
-        number = 0 if link is None else link.number
+        """A call under way. After a reconnection the first one beside which no other goes on says that nobody here touches what
+        was leased before, so that no slot stays in limbo. Others wait for that: what they are granted may expire as well."""
         with self._lock:
-            settles = number > self._settled and not any(self._calls[other] for other in self._calls if other < number)
-            self._settled = number if settles else self._settled
-            self._calls[number] += 1
+            link = self._session.link
+            if link is not None and link.number > self._settled and not self._num_calls:
+                self._settled = link.number
+                if link.number > 1:
+                    self._session.ask(link, lambda client, _: client.renew([], others_ended=True))
+            self._num_calls += 1
         try:
-            if settles and number > 1:
-                self._session.ask(link, lambda client, _: client.renew([], others_ended=True))
             yield link
         finally:
             with self._lock:
-                self._calls[number] -= 1
-                self._calls += Counter()  # forget what is 0
+                self._num_calls -= 1
 
 
 def _arrival(arena: ClientArena, offset: int, generation: int) -> Arrival:

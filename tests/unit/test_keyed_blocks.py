@@ -11,6 +11,7 @@ from in_process_sidecar import InProcessClient, InProcessSidecar
 from numpy.typing import NDArray
 
 from kvstore.core.keys import KVSpec
+from kvstore.core.limits import DEFAULT_LEASE_TTL_S
 from kvstore.engine_connector.keyed_blocks import KeyedBlocks
 from kvstore.engine_connector.session import StoreSession
 
@@ -225,4 +226,47 @@ def test_a_copy_of_an_earlier_connection_keeps_its_slot_in_limbo_until_it_ends(
     thread.join(10.0)
     blocks.count_held(SPACE, KEYS[:1])
 
+    sidecar.check_no_lease()
+
+
+def test_a_stalled_copy_of_the_new_connection_keeps_its_slot_in_limbo_too(
+    open_blocks: Callable[[], KeyedBlocks], sidecar: InProcessSidecar
+) -> None:
+    """Its lease has expired under it, and it still writes, when another call says that those of earlier connections ended."""
+    blocks = open_blocks()
+    go_on = {0: threading.Event(), 1: threading.Event()}
+
+    def start_slow_save(number: int) -> threading.Thread:
+        copying = threading.Event()
+
+        def slow_copy(i: int, block: NDArray[np.uint8]) -> None:
+            copying.set()
+            assert go_on[number].wait(10.0)
+
+        arguments = (SPACE, KEYS[number : number + 1], NBYTES, slow_copy)
+        thread = threading.Thread(target=blocks.save, args=arguments)
+        thread.start()
+        assert copying.wait(10.0)
+        return thread
+
+    first = start_slow_save(0)
+    sidecar.lose_next_reply = True
+    blocks.count_held(SPACE, OTHER_KEYS[:1])
+    for _ in range(1000):
+        if blocks.save(SPACE, OTHER_KEYS[:1], NBYTES, Memory(1).copy_out):
+            break
+        time.sleep(0.002)
+    second = start_slow_save(1)
+    go_on[0].set()
+    first.join(10.0)
+    sidecar.clock.advance(2 * DEFAULT_LEASE_TTL_S)
+
+    blocks.count_held(SPACE, OTHER_KEYS[:1])
+    limbo_bytes = sidecar.limbo_bytes
+    go_on[1].set()
+    second.join(10.0)
+    blocks.count_held(SPACE, OTHER_KEYS[:1])
+
+    assert limbo_bytes > 0
+    assert blocks.count_held(SPACE, KEYS[1:2]) == 0
     sidecar.check_no_lease()
