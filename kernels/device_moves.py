@@ -62,14 +62,14 @@ class Runs:
 
     def copy_out(self, batch: Batch) -> None:
         """See Way."""
-        with _until_done(self._stream):
+        with until_done(self._stream):
             self._stream.wait_stream(self._compute)
             for in_block, in_page in self._pairs(batch):
                 in_block.copy_(in_page, non_blocking=True)
 
     def copy_in(self, batch: Batch) -> None:
         """See Way."""
-        with _until_done(self._stream):
+        with until_done(self._stream):
             self._stream.wait_stream(self._compute)
             for in_block, in_page in self._pairs(batch):
                 in_page.copy_(in_block, non_blocking=True)
@@ -99,7 +99,7 @@ class Staged:
 
     def copy_out(self, batch: Batch) -> None:
         """See Way."""
-        with _until_done(self._kernels, self._copies):
+        with until_done(self._kernels, self._copies):
             self._kernels.wait_stream(self._compute)
             moves = self._queue_moves(batch)
             for slot, group in self._groups(len(batch.blocks)):
@@ -115,7 +115,7 @@ class Staged:
 
     def copy_in(self, batch: Batch) -> None:
         """See Way. The copies to the ring wait for nobody."""
-        with _until_done(self._copies, self._kernels):
+        with until_done(self._copies, self._kernels):
             moves = self._queue_moves(batch)
             self._kernels.wait_stream(self._compute)
             for slot, group in self._groups(len(batch.blocks)):
@@ -162,12 +162,12 @@ class Direct:
 
     def copy_out(self, batch: Batch) -> None:
         """See Way."""
-        with _until_done(self._stream):
+        with until_done(self._stream):
             self._packer.pack(self._queue_moves(batch), batch.layers)
 
     def copy_in(self, batch: Batch) -> None:
         """See Way."""
-        with _until_done(self._stream):
+        with until_done(self._stream):
             self._packer.unpack(self._queue_moves(batch), batch.layers)
 
     def _queue_moves(self, batch: Batch) -> torch.Tensor:
@@ -195,7 +195,7 @@ class _MoveList:
 
 
 @contextmanager
-def _until_done(*streams: Stream) -> Iterator[None]:
+def until_done(*streams: Stream) -> Iterator[None]:
     """Queue on the first, and wait for all, also after an error: what was queued may still touch pages and blocks."""
     try:
         with (

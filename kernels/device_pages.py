@@ -23,13 +23,13 @@ import torch
 from kvstore.core.errors import ConfigError
 from kvstore.core.layout import BlockLayout
 from kvstore.kernels.block_part import BlockPart
-from kvstore.kernels.device_moves import MAX_BATCH, Batch, Direct, Runs, Staged, Way
+from kvstore.kernels.device_moves import MAX_BATCH, Batch, Direct, Runs, Staged, Way, until_done
 from kvstore.kernels.host_pages import layer_runs
 from kvstore.kernels.pack import unpack
 from kvstore.kernels.page_map import PageMap
 from kvstore.kernels.paged import TORCH_DTYPES
 from kvstore.kernels.pinned import CudaHostMemory, HostMemory, PinnedMemory
-from kvstore.kernels.streams import current_stream, new_stream, on
+from kvstore.kernels.streams import current_stream, new_stream
 from kvstore.kernels.triton_pack import ALIGNMENT
 from kvstore.kernels.way_choice import Choice, Measured
 
@@ -110,8 +110,8 @@ class DevicePages:
         numbers in a block's order."""
         assert block.shape == (self.page_nbytes,), (block.shape, self.page_nbytes)
         assert 0 <= block_id < self.num_pages, (block_id, self.num_pages)
-        self._near.wait_stream(self._compute)
-        with on(self._near):
+        with until_done(self._near):
+            self._near.wait_stream(self._compute)
             if self._runs is None:
                 unpack(self._pages, self.part, block_id, block, range(self.num_layers))
             else:
@@ -120,7 +120,6 @@ class DevicePages:
                     end = first + run.shape[1]
                     run[block_id].copy_(numbers[first:end], non_blocking=True)
                     first = end
-        self._near.synchronize()
 
     def copy_out_layers(self, block_id: int, block: npt.NDArray[np.uint8], layers: range) -> None:
         """Of a page only these layers, to their place in `block`."""

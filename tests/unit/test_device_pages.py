@@ -15,7 +15,9 @@ from pack_cases import LAYERS, Case, Shape, tensor_of
 
 from kvstore.engine_connector.protocol import BatchedPages
 from kvstore.kernels.block_part import BlockPart
+from kvstore.kernels.host_pages import host_pages
 from kvstore.kernels.pinned import CudaHostMemory, PinnedMemory
+from kvstore.kernels.streams import HostStream
 from kvstore.kernels.way_choice import Choice, Measured
 
 pytest.importorskip("triton", reason="triton is installed on Linux only")
@@ -55,6 +57,46 @@ def test_they_are_what_a_worker_side_gives_many_blocks_at_once():
     assert isinstance(copies, BatchedPages)
     assert copies.ways[0] == "runs"
     assert [block.tobytes() for block in blocks] == [tensor_of(pages)[page].numpy().tobytes() for page in (3, 0)]
+
+
+@pytest.mark.parametrize("place", ["packed", "separate NHD"])
+def test_pages_of_inference_mode_are_written_from_the_device_too(place):
+    from kvstore.kernels.device_pages import DevicePages
+
+    with torch.inference_mode():
+        pages = Case(place, Shape(2, 4, 16), "float16", "").pages(seed=1)
+    copies = DevicePages(pages, memory=AllMemory())
+    (block,) = new_blocks(copies.page_nbytes, 1, seed=2)
+
+    copies.copy_in_device(1, torch.from_numpy(block))
+
+    (like,) = new_blocks(copies.page_nbytes, 1)
+    host_pages(pages).copy_out(1, like)
+    assert like.tobytes() == block.tobytes()
+
+
+def test_a_copy_from_the_device_that_fails_has_ended_when_it_says_so(monkeypatch):
+    """What it had queued would be written over what the engine computes into the page instead."""
+    from kvstore.kernels import device_pages
+
+    class Near(HostStream):
+        num_ended = 0
+
+        def synchronize(self) -> None:
+            self.num_ended += 1
+
+    def fail(*_) -> None:
+        raise torch.OutOfMemoryError
+
+    pages = Case("separate NHD", Shape(2, 4, 16), "float16", "fp8_e4m3").pages(seed=1)
+    copies = device_pages.DevicePages(pages, BlockPart.of(pages, quantisation="fp8_e4m3"), memory=AllMemory())
+    copies._near = Near()
+    monkeypatch.setattr(device_pages, "unpack", fail)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        copies.copy_in_device(1, torch.zeros(copies.page_nbytes, dtype=torch.uint8))
+
+    assert copies._near.num_ended == 1
 
 
 # --- the order of a ring: what one stream does to a slot comes after what another did to it before ------------------------
