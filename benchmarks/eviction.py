@@ -1,6 +1,6 @@
 """What each eviction policy hits, on two public traces and on shapes that are not theirs; and what a policy costs.
 
-The traces are not in the repository: name their folder with --traces or KVSTORE_TRACES. It has conversation_trace.jsonl.gz
+The traces are not in the repository: name their folder with --traces or TRACES_DIR. It has conversation_trace.jsonl.gz
 (Mooncake, FAST 2025) and agentic_trace.jsonl.gz (kv-cache-tester, in blocks of 512 tokens), and, there or in the folder above,
 trace_baselines.json with published hit rates by the same semantics. Without them only the other shapes are replayed.
 
@@ -197,8 +197,8 @@ def measure_cost(capacity: int) -> Cost:
 
 
 def run(traces: Path | None = None, policies: Sequence[str] = tuple(POLICIES)) -> Report:
-    """Hit rates and goals. `traces` defaults to KVSTORE_TRACES."""
-    folder = traces or (Path(os.environ["KVSTORE_TRACES"]) if "KVSTORE_TRACES" in os.environ else None)
+    """Hit rates and goals. `traces` defaults to TRACES_DIR."""
+    folder = traces or (Path(os.environ["TRACES_DIR"]) if "TRACES_DIR" in os.environ else None)
     goals: list[Goal] = []
     remarks: list[str] = []
     cells = [measure(shape.__name__, list(shape(random.Random(SEED))), 1000, policies) for shape in SHAPES]
@@ -206,7 +206,7 @@ def run(traces: Path | None = None, policies: Sequence[str] = tuple(POLICIES)) -
     goals.append(at_least("the default against leaf-LRU in its worst shape, points", worst, -0.2))
     if folder is None or not all((folder / f"{name}.jsonl.gz").is_file() for name in TRACES):
         remarks.append(
-            f"The traces are not here ({folder or 'KVSTORE_TRACES is not set'}): only other shapes were replayed."
+            f"The traces are not here ({folder or 'TRACES_DIR is not set'}): only other shapes were replayed."
         )
     else:
         found = _trace_cells(folder, policies)

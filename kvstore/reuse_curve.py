@@ -14,7 +14,6 @@ tokens).
 """
 
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +30,11 @@ _FULL = 1 << 64
 _BUCKETS_PER_DOUBLING = 32  # of distances: steps of 2 %
 _FIRST_BUCKETS = 1024
 _FIRST_SLOTS = 1024
+_SLOTS_PER_BLOCK = 4  # to begin with: how often an order is numbered anew
 _SHRINK_PART = 16
 
 MAX_FOLLOWED = 4096
-"""Blocks that a sampled curve follows, some 180 bytes each."""
+"""Blocks that a sampled curve follows, some 70 bytes each."""
 
 
 class CurvePoint(NamedTuple):
@@ -50,7 +50,7 @@ class ReuseCurve:
     def __init__(self, *, max_followed: int = MAX_FOLLOWED) -> None:
         self._max_followed = max_followed
         self._limit = _FULL - 1  # larger hashes are not followed
-        self._stack = _Stack(_Sums() if max_followed else _FenwickSums())
+        self._stack = _Stack(_Places(), _Sums()) if max_followed else _Stack(_ManyPlaces(), _FenwickSums())
         self._weights = np.zeros(_FIRST_BUCKETS, np.float64)  # of uses by distance
         self._cold = 0.0  # likewise, of first uses
         self.total = 0.0  # value of all uses
@@ -74,7 +74,7 @@ class ReuseCurve:
         """A request wants these, and stores what it misses."""
         self.total += value * len(hashes)
         followed, _ = self._followed(hashes)
-        if followed:
+        if len(followed):
             known, distances = self._stack.use(followed, size, insert=True)
             self._count(len(known), distances, value)
             self._shrink(self._stack.num_blocks, self._stack.hashes)
@@ -88,24 +88,24 @@ class ReuseCurve:
         self._cold += extra
         self._weights[0] += value * min(num_had, len(hashes))
         followed, places = self._followed(hashes)
-        if followed:
+        if len(followed):
             known, distances = self._stack.use(followed, size, insert=False)
             behind = places >= num_had
             self._count(int(np.count_nonzero(behind)), distances[behind[known]], value)
-            before = (~known & (places < num_found)).tolist()
-            if any(before):
-                self._insert(list(compress(followed, before)), size)
+            before = ~known & (places < num_found)
+            if before.any():
+                self._insert(followed[before], size)
 
     def used(self, hashes: Hashes, *, size: int) -> None:
         """These are used besides: no hit or miss is counted of them."""
         followed, _ = self._followed(hashes)
-        if followed:
+        if len(followed):
             self._stack.use(followed, size, insert=False)
 
     def stored(self, hashes: Hashes, *, size: int) -> None:
         """These are offered for storage: from now on a tier that is large enough has them."""
         followed, _ = self._followed(hashes)
-        if followed:
+        if len(followed):
             self._insert(followed, size)
 
     def age(self, part: float, num_epochs: int, max_epochs: int) -> None:
@@ -166,13 +166,14 @@ class ReuseCurve:
         """What the sample has too few of."""
         return self.total - float(self._weights.sum()) - self._cold
 
-    def _followed(self, hashes: Hashes) -> tuple[list[int], _Ints]:
+    def _followed(self, hashes: Hashes) -> tuple[Hashes, _Ints]:
         """Those that are followed, each once, and their places among `hashes`."""
         places = np.flatnonzero(hashes <= np.uint64(self._limit))
-        followed = hashes[places].tolist()
-        if len(set(followed)) < len(followed):
-            places = places[np.sort(np.unique(hashes[places], return_index=True)[1])]
-            followed = hashes[places].tolist()
+        followed = hashes[places]
+        ascending = np.sort(followed)
+        if (ascending[1:] == ascending[:-1]).any():
+            places = places[np.sort(np.unique(followed, return_index=True)[1])]
+            followed = hashes[places]
         return followed, places
 
     def _count(self, num_uses: int, distances: _Ints, value: float) -> None:
@@ -189,10 +190,10 @@ class ReuseCurve:
             self._weights = grown(self._weights, 2 * most)
         np.add.at(self._weights, buckets, value)
 
-    def _insert(self, followed: list[int], size: int) -> None:
+    def _insert(self, followed: Hashes, size: int) -> None:
         """Follow these from now on, as many as there may be: what is too much goes before it takes room."""
-        self._shrink(len(followed), lambda: np.array(followed, np.uint64))
-        self._stack.use([one for one in followed if one <= self._limit], size, insert=True)
+        self._shrink(len(followed), lambda: followed)
+        self._stack.use(followed[followed <= np.uint64(self._limit)], size, insert=True)
         self._shrink(self._stack.num_blocks, self._stack.hashes)
 
     def _shrink(self, num_blocks: int, hashes: Callable[[], Hashes]) -> None:
@@ -211,8 +212,8 @@ class _Stack:
     size     |  4 |  0 |  4 |  0 |  8 |  4 |  next use ->      since the use in slot 2: 4 + 8 + 4
     """
 
-    def __init__(self, sums: "_Sums") -> None:
-        self._slots: dict[int, int] = {}  # by hash
+    def __init__(self, places: "_Places | _ManyPlaces", sums: "_Sums") -> None:
+        self._places = places
         self._sums = sums
         self._next = 0
         self.epoch = 0
@@ -220,51 +221,49 @@ class _Stack:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._slots)
+        return len(self._places)
 
     @property
     def nbytes(self) -> int:
-        """Memory: a dict of numbers takes 138 bytes an entry."""
-        return self._sums.nbytes + self._sizes.nbytes + self._epochs.nbytes + 138 * len(self._slots)
+        """Memory."""
+        return self._places.nbytes + self._sums.nbytes + self._sizes.nbytes + self._epochs.nbytes
 
-    def use(self, numbers: list[int], size: int, *, insert: bool) -> tuple[NDArray[np.bool_], _Ints]:
-        """Move blocks, given by hash, to the top, tail first; unknown ones are added if `insert`, else passed over. Which were
+    def use(self, hashes: Hashes, size: int, *, insert: bool) -> tuple[NDArray[np.bool_], _Ints]:
+        """Move blocks, each given once, to the top, tail first; unknown ones are added if `insert`, else passed over. Which were
         known, and for each of those what had been used since its last use, itself included, before any of this call moved."""
-        slots = self._find(numbers)
+        slots = self._places.find(hashes)
         known = slots >= 0
-        num_moved = len(numbers) if insert else int(np.count_nonzero(known))
-        if len(self._sizes) - self._next < num_moved:
-            self._compact(num_moved)
-            slots = self._find(numbers)
+        moved = hashes if insert else hashes[known]
+        if len(self._sizes) - self._next < len(moved):
+            self._compact(len(moved))
+            slots = self._places.find(hashes)
         found = slots[known]
         distances = self._sums.since(self._sizes, found)
-        moved = numbers if insert or len(found) == len(numbers) else list(compress(numbers, known.tolist()))
-        first, self._next = self._next, self._next + len(moved)
+        taken = np.arange(self._next, self._next + len(moved))
+        self._next += len(moved)
         self._change(found, 0)
-        self._change(np.arange(first, self._next), size)
-        self._epochs[first : self._next] = self.epoch
-        self._slots.update(zip(reversed(moved), range(first, self._next), strict=True))
+        self._change(taken, size)
+        self._epochs[taken] = self.epoch
+        self._places.put(moved, taken[::-1])
         return known, distances
 
     def keep_below(self, limit: int) -> None:
         """Forget those with hashes above."""
-        self._forget([one for one in self._slots if one > limit])
+        hashes, slots = self._places.all()
+        self._keep(hashes, slots, hashes <= np.uint64(limit))
 
     def forget(self, epoch: int) -> None:
         """Forget those that were last used before."""
-        epochs = self._epochs.tolist()
-        self._forget([one for one, slot in self._slots.items() if epochs[slot] < epoch])
+        hashes, slots = self._places.all()
+        self._keep(hashes, slots, self._epochs[slots] >= epoch)
 
     def hashes(self) -> Hashes:
         """Of all."""
-        return np.fromiter(self._slots, np.uint64, len(self._slots))
+        return self._places.all()[0]
 
-    def _find(self, numbers: list[int]) -> _Ints:
-        """Their slots; -1: none."""
-        return np.array([self._slots.get(one, -1) for one in numbers], np.int64)
-
-    def _forget(self, numbers: list[int]) -> None:
-        self._change(np.array([self._slots.pop(one) for one in numbers], np.int64), 0)
+    def _keep(self, hashes: Hashes, slots: _Ints, kept: NDArray[np.bool_]) -> None:
+        self._change(slots[~kept], 0)
+        self._places.replace(hashes[kept], slots[kept])
 
     def _change(self, slots: _Ints, size: int) -> None:
         if len(slots):
@@ -278,14 +277,91 @@ class _Stack:
 
     def _compact(self, wanted: int) -> None:
         """Number the order anew, without what was given up."""
-        numbers = sorted(self._slots, key=self._slots.__getitem__)
-        taken = np.array([self._slots[one] for one in numbers], np.int64)
+        hashes, slots = self._places.all()
+        order = np.argsort(slots)
+        taken = slots[order]
         sizes, epochs = self._sizes[taken], self._epochs[taken]
-        self._reset(max(_FIRST_SLOTS, 2 * (len(numbers) + wanted)))
-        self._slots = dict(zip(numbers, range(len(numbers)), strict=True))
-        self._next = len(numbers)
+        self._next = len(taken)
+        self._reset(max(_FIRST_SLOTS, _SLOTS_PER_BLOCK * (self._next + wanted)))
+        self._places.replace(hashes[order], np.arange(self._next))
         self._sizes[: self._next], self._epochs[: self._next] = sizes, epochs
         self._sums.add(np.arange(self._next), sizes)
+
+
+class _Places:
+    """Hash -> slot, as columns in the order of hashes: for a few thousand, 512 of them found in some 20 us."""
+
+    def __init__(self) -> None:
+        self._hashes: Hashes = np.zeros(0, np.uint64)
+        self._slots: _Ints = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory."""
+        return self._hashes.nbytes + self._slots.nbytes
+
+    def find(self, hashes: Hashes) -> _Ints:
+        """Slots; -1: unknown."""
+        if not len(self._hashes):
+            return np.full(len(hashes), -1)
+        at = np.searchsorted(self._hashes[:-1], hashes)
+        return np.where(self._hashes[at] == hashes, self._slots[at], -1)
+
+    def put(self, hashes: Hashes, slots: _Ints) -> None:
+        """Have them there, each given once, whether or not they are known."""
+        at = np.searchsorted(self._hashes, hashes)
+        known = at < len(self._hashes)
+        known[known] = self._hashes[at[known]] == hashes[known]
+        self._slots[at[known]] = slots[known]
+        if not known.all():
+            at, hashes, slots = at[~known], hashes[~known], slots[~known]
+            order = np.argsort(hashes)
+            self._hashes = np.insert(self._hashes, at[order], hashes[order])
+            self._slots = np.insert(self._slots, at[order], slots[order])
+
+    def all(self) -> tuple[Hashes, _Ints]:
+        """In any order."""
+        return self._hashes, self._slots
+
+    def replace(self, hashes: Hashes, slots: _Ints) -> None:
+        """These, and no others."""
+        order = np.argsort(hashes)
+        self._hashes, self._slots = hashes[order], slots[order]
+
+
+class _ManyPlaces:
+    """The same as a dict: for millions."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """A dict of numbers takes 138 bytes an entry."""
+        return 138 * len(self._slots)
+
+    def find(self, hashes: Hashes) -> _Ints:
+        """As above."""
+        return np.array([self._slots.get(one, -1) for one in hashes.tolist()], np.int64)
+
+    def put(self, hashes: Hashes, slots: _Ints) -> None:
+        """As above."""
+        self._slots.update(zip(hashes.tolist(), slots.tolist(), strict=True))
+
+    def all(self) -> tuple[Hashes, _Ints]:
+        """As above."""
+        num = len(self._slots)
+        return np.fromiter(self._slots, np.uint64, num), np.fromiter(self._slots.values(), np.int64, num)
+
+    def replace(self, hashes: Hashes, slots: _Ints) -> None:
+        """As above."""
+        self._slots = dict(zip(hashes.tolist(), slots.tolist(), strict=True))
 
 
 class _Sums:

@@ -90,10 +90,10 @@ def test_the_knee_is_where_a_working_set_fits() -> None:
 
 @pytest.mark.parametrize("name", ["conversation_trace", "agentic_trace"])
 def test_within_two_points_on_a_whole_public_trace(name: str) -> None:
-    """They are not in the repository: KVSTORE_TRACES names their folder."""
-    if "KVSTORE_TRACES" not in os.environ:
-        pytest.skip("KVSTORE_TRACES is not set")
-    trace = read_trace(Path(os.environ["KVSTORE_TRACES"]) / f"{name}.jsonl.gz")
+    """They are not in the repository: TRACES_DIR names their folder."""
+    if "TRACES_DIR" not in os.environ:
+        pytest.skip("TRACES_DIR is not set")
+    trace = read_trace(Path(os.environ["TRACES_DIR"]) / f"{name}.jsonl.gz")
     exact, sampled = trace_curve(trace, exact=True), trace_curve(trace)
 
     assert sampled.nbytes < 1 << 20
