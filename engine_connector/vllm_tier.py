@@ -76,11 +76,12 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
         super().__init__(vllm_config, role, kv_cache_config)
 
     def reset_cache(self) -> bool | None:
-        """The weights may have changed in memory. vLLM resets its pool and no tier."""
-        reset: bool | None = super().reset_cache()
+        """The weights may have changed in memory. vLLM resets its pool and no tier; it waits for our jobs, which raises when one
+        does not end."""
         for tier in self.scheduler.manager.secondary_tiers:
             if isinstance(tier, KVStoreTier):
                 tier.reset()
+        reset: bool | None = super().reset_cache()
         return reset
 
 
@@ -168,6 +169,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
         self._copies.register_pages(rows)
         self._digest_nbytes = spec.hash.digest_nbytes
         self._epoch = b""
+        self._epochs: dict[str, bytes] = {}  # by request: that in which it began
         self._asked: dict[str, list[OffloadKey]] = {}  # by request, in this step
         self._found: dict[str, dict[OffloadKey, bool]] = {}  # by request
         self._jobs: dict[str, _Job] = {}  # by their name as requests
@@ -177,8 +179,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
 
     # --- look-ups ----------------------------------------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See SecondaryTierManager. What vLLM's pool has already was offered when it got there."""
+        self._epochs[req_context.req_id] = self._epoch
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -192,6 +195,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See SecondaryTierManager."""
+        self._epochs.pop(req_context.req_id, None)
         self._found.pop(req_context.req_id, None)
         self._asked.pop(req_context.req_id, None)
 
@@ -208,8 +212,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
     # --- jobs --------------------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """See SecondaryTierManager. Begins at the end of the step."""
-        self._new_stores.append(self._add(job_metadata))
+        """See SecondaryTierManager. Begins at the end of the step. After a reset vLLM offers what its live requests have anew,
+        with what was computed before it: that is not stored."""
+        job = self._add(job_metadata)
+        if self._epochs.get(job_metadata.req_context.req_id, b"") == self._epoch:
+            self._new_stores.append(job)
+        else:
+            self._end(job, JobResult(job_metadata.job_id, job.written), 0)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """See SecondaryTierManager. Begins at the end of the step: one Match, and one Acquire."""
@@ -243,7 +252,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # as above
             self._take(self._copies.get_output(wait_s=0.05))
 
     def reset(self) -> None:
-        """From now on other keys, so that nothing saved so far is found."""
+        """From now on other keys, so that nothing saved so far is found; what live requests compute is not saved."""
         self._epoch = os.urandom(_SALT_NBYTES)
         self._found = {request_id: {} for request_id in self._found}
         self._asked.clear()

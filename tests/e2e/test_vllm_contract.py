@@ -411,6 +411,41 @@ def test_after_a_reset_nothing_from_before_is_found(tiers):
     assert first.lookup(KEYS[:1]) == ["MISS"]
 
 
+def test_what_a_request_from_before_a_reset_offers_is_not_stored_after_it(tiers):
+    """vLLM offers all of its blocks anew, those too that older weights computed."""
+    first, _ = tiers
+    first.tier.on_new_request(first.request)
+    first.tier.reset()
+
+    assert first.job(first.tier.submit_store, KEYS[:1], [0]).success
+    first.request = SimpleNamespace(req_id="of the new weights")
+    first.tier.on_new_request(first.request)
+    assert first.lookup(KEYS[:1]) == ["MISS"]
+
+    assert first.job(first.tier.submit_store, KEYS[:1], [0]).success
+    first.request = SimpleNamespace(req_id="another")
+    assert first.lookup(KEYS[:1]) == ["HIT"]
+
+
+def test_a_reset_that_vllm_breaks_off_is_one_for_the_store(modules, tiers, monkeypatch):
+    """Its own pool's part waits for jobs, and raises when one does not end."""
+
+    def fail(_):
+        raise TimeoutError
+
+    first, _ = tiers
+    first.job(first.tier.submit_store, KEYS[:1], [0])
+    kind = modules["vllm_tier"].KVStoreOffloadingConnector
+    monkeypatch.setattr(kind.__base__, "reset_cache", fail, raising=False)
+    connector = kind.__new__(kind)
+    connector.scheduler = SimpleNamespace(manager=SimpleNamespace(secondary_tiers=[first.tier]))
+
+    with pytest.raises(TimeoutError):
+        connector.reset_cache()
+
+    assert first.lookup(KEYS[:1]) == ["MISS"]
+
+
 # --- a GPU's pages, as far as no GPU is needed ----------------------------------------------------------------------------
 
 
