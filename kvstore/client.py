@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,7 +85,8 @@ class Client:
     on every call does, at once, until `connect()` succeeds. What the sidecar answers as an error is raised as that class.
 
     `role` is a `Role` of kvstore_pb2. `instance` names the engine: 16 random bytes that all its processes share, b"" for
-    tools. `want_arena` maps the sidecar's memory into this process, `want_slab` its device memory too, where it has some.
+    tools. `want_arena` maps the sidecar's memory into this process, `want_slab` its device memory too, where it has some. A
+    process that uses a GPU says so, since the driver may copy into the arena a while longer than it lives.
     """
 
     def __init__(
@@ -98,7 +100,6 @@ class Client:
         specs: Sequence[KVSpec] = (),
         want_arena: bool = True,
         want_slab: bool = False,
-        cuda_registered: bool = False,
         connect_deadline_s: float = CONNECT_DEADLINE_S,
         call_deadline_s: float = CALL_DEADLINE_S,
         clock: Clock | None = None,
@@ -125,7 +126,6 @@ class Client:
             specs=[spec.canonical() for spec in specs],
             want_arena=want_arena and role != pb.TOOL,
             want_slab=want_slab and want_arena and role != pb.TOOL,
-            cuda_registered=cuda_registered,
         )
         self._connect_deadline_s = connect_deadline_s
         self._call_deadline_s = call_deadline_s
@@ -475,6 +475,7 @@ class Client:
 
     def _say_hello(self, sock: socket.socket, until_s: float) -> pb.HelloReply | pb.ErrorReply:
         """Hello, and the arena if we want it and do not have it."""
+        self._hello.cuda_registered = self._hello.want_arena and _uses_cuda()
         call_id = self._send(sock, Verb.HELLO, self._hello, until_s)
         sock.settimeout(self._left_s(until_s))
         chunk, fds, flags, _ = socket.recv_fds(sock, _BUFFER_NBYTES, 2 * _NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
@@ -587,6 +588,12 @@ def _check_owner(sock: socket.socket, path: str) -> None:
 
 def _parse(frame: Frame, reply_class: type[Reply]) -> Reply | pb.ErrorReply:
     return pb.ErrorReply.FromString(frame.body) if frame.kind is Kind.ERROR else reply_class.FromString(frame.body)
+
+
+def _uses_cuda() -> bool:
+    """Whether torch has begun to use a GPU here, as it has wherever pages in its memory are copied (kernels/pinned.py)."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _check_hello(reply: pb.HelloReply, *, num_descriptors: int, wanted: int, cut: bool) -> None:

@@ -100,6 +100,27 @@ def test_a_call_is_answered(sidecar: ScriptedSidecar, client: Client) -> None:
     assert client.connected
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_process_that_uses_a_gpu_says_so_so_that_its_end_is_drained(
+    sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    """It may have begun to since the client was made, or since the last connection."""
+    said: list[bool] = []
+
+    def refuse(frame: Frame) -> None:
+        said.append(pb.HelloRequest.FromString(frame.body).cuda_registered)
+
+    sidecar.script = refuse
+    engine = Client(str(tmp_path / "s"), instance=uuid.uuid4().bytes, role=pb.BOTH, connect_deadline_s=0.5)
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+
+    with pytest.raises(PeerUnavailable):
+        engine.connect()
+
+    assert said == [on_gpu]
+
+
 def test_an_unconnected_client_says_so_at_once(client: Client) -> None:
     with pytest.raises(PeerUnavailable, match="not connected"):
         client.match(bytes(16), [])
