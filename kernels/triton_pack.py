@@ -157,8 +157,7 @@ def _pack_kernel(
 ):
     """One program a tile. Strides are in vectors of VECTOR numbers, so that their alignment is known at compile time."""
     page_tile = _page_tile(bases, moves, first_layer, stride_page, stride_head, PLANES, PAGE_ALIGNMENT, VECTOR, NUMBER)
-    block, tile = _block_tile(moves, block_layer, block_head, HEADS, PLANES)
-    stored = _aligned(block, STORED) + _tile_offset(tile, TOKENS, PLANES, DIMS)
+    block, tile, stored = _block_tile(moves, block_layer, block_head, HEADS, TOKENS, PLANES, DIMS, STORED)
     rows = tl.arange(0, TILE_TOKENS)[:, None]
     dims = tl.arange(0, TILE_DIMS)[None, :]
     if QUANTISATION == "":
@@ -219,8 +218,7 @@ def _unpack_kernel(
 ):
     """The inverse of _pack_kernel."""
     page_tile = _page_tile(bases, moves, first_layer, stride_page, stride_head, PLANES, PAGE_ALIGNMENT, VECTOR, NUMBER)
-    block, tile = _block_tile(moves, block_layer, block_head, HEADS, PLANES)
-    stored = _aligned(block, STORED) + _tile_offset(tile, TOKENS, PLANES, DIMS)
+    block, tile, stored = _block_tile(moves, block_layer, block_head, HEADS, TOKENS, PLANES, DIMS, STORED)
     rows = tl.arange(0, TILE_TOKENS)[:, None]
     dims = tl.arange(0, TILE_DIMS)[None, :]
     if QUANTISATION != "":
@@ -257,19 +255,20 @@ def _page_tile(
 
 
 @triton.jit
-def _block_tile(moves, block_layer, block_head, HEADS: tl.constexpr, PLANES: tl.constexpr):
-    """The block's address, and the number of this program's tile in it, planes innermost."""
+def _block_tile(
+    moves,
+    block_layer,
+    block_head,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLANES: tl.constexpr,
+    DIMS: tl.constexpr,
+    STORED: tl.constexpr,
+):
+    """The block's address, the number of this program's tile in it, planes innermost, and where the tile begins: K and V of a
+    token lie side by side."""
     head, plane = tl.program_id(0) // PLANES, tl.program_id(0) % PLANES
-    layer = block_layer + tl.program_id(1)
-    return tl.load(moves + 2 * tl.program_id(2) + 1), (layer * HEADS + block_head + head) * PLANES + plane
-
-
-@triton.jit
-def _tile_offset(tile, TOKENS: tl.constexpr, PLANES: tl.constexpr, DIMS: tl.constexpr):
-    """In numbers, from the block's beginning: K and V of a token lie side by side."""
-    return ((tile // PLANES).to(tl.int64) * (TOKENS * PLANES) + tile % PLANES) * DIMS
-
-
-@triton.jit
-def _aligned(block, STORED: tl.constexpr):
-    return tl.multiple_of(block.to(tl.pointer_type(STORED)), 16)
+    block = tl.load(moves + 2 * tl.program_id(2) + 1)
+    tile = ((block_layer + tl.program_id(1)) * HEADS + block_head + head) * PLANES + plane
+    offset = ((tile // PLANES).to(tl.int64) * (TOKENS * PLANES) + plane) * DIMS
+    return block, tile, tl.multiple_of(block.to(tl.pointer_type(STORED)), 16) + offset
