@@ -124,10 +124,3 @@ def _is_one_run(page: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def page_bytes(pages: torch.Tensor, block_id: int) -> npt.NDArray[np.uint8]:
-    """A view `[page_nbytes] uint8` of one page, for np.copyto in either direction (which releases the GIL)."""
-    assert 0 <= block_id < pages.shape[0], (block_id, pages.shape[0])
-    view: npt.NDArray[np.uint8] = pages_as_bytes(pages)[block_id]
-    return view

@@ -21,7 +21,7 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -278,13 +278,6 @@ def differing_fields(left: KVSpec, right: KVSpec) -> list[str]:
 def _differing(left: Any, right: Any) -> list[str]:
     """Names of the fields of a dataclass in which two differ; asdict, which copies all of them, takes ten times as long."""
     return [name for name in left.__dataclass_fields__ if getattr(left, name) != getattr(right, name)]
-
-
-class BlockKey(NamedTuple):
-    """The address of one full block."""
-
-    namespace: bytes
-    prefix_hash: bytes
 
 
 def pack_keys(hashes: Sequence[bytes]) -> bytes:

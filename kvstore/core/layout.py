@@ -110,10 +110,6 @@ class BlockLayout:
         assert all(0 <= i < n for i, n in zip(index, self.shape, strict=True)), (index, self.shape)
         return sum(i * stride for i, stride in zip(index, self.strides_bytes, strict=True))
 
-    def layer_run(self, layer: int) -> ByteRun:
-        """All numbers of one layer."""
-        return self.head_run(layer, 0, self.num_kv_heads)
-
     def head_run(self, layer: int, first_head: int, num_heads: int) -> ByteRun:
         """The numbers of `num_heads` neighbouring heads of one layer: what one tensor-parallel rank reads or writes."""
         assert 0 <= layer < self.num_layers, (layer, self.num_layers)

@@ -54,7 +54,7 @@ def test_a_head_run_holds_exactly_the_bytes_of_its_heads(layout, data):
 def test_layer_runs_then_scale_runs_tile_the_block(layout):
     position = 0
     for layer in range(layout.num_layers):
-        run = layout.layer_run(layer)
+        run = layout.head_run(layer, 0, layout.num_kv_heads)
         assert run.offset == position
         position += run.nbytes
     assert position == layout.data_nbytes
@@ -72,7 +72,7 @@ def test_the_heads_of_all_ranks_make_the_layer(layout, ranks):
     bounds = [rank * heads // ranks for rank in range(ranks + 1)]
     runs = [layout.head_run(0, a, b - a) for a, b in itertools.pairwise(bounds) if b > a]
 
-    assert sum(run.nbytes for run in runs) == layout.layer_run(0).nbytes
+    assert sum(run.nbytes for run in runs) == layout.head_run(0, 0, heads).nbytes
     assert all(left.offset + left.nbytes == right.offset for left, right in itertools.pairwise(runs))
 
 

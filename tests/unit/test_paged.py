@@ -6,7 +6,7 @@ import torch
 
 from kvstore.core.errors import ConfigError, SpecMismatch
 from kvstore.core.layout import BlockLayout
-from kvstore.kernels.paged import PagedCache, allocate_pages, page_bytes, pages_as_bytes
+from kvstore.kernels.paged import PagedCache, allocate_pages, pages_as_bytes
 
 LAYOUT = BlockLayout(num_layers=2, num_kv_heads=3, block_tokens=4, planes=2, head_dim=8, item_nbytes=2)
 
@@ -16,7 +16,7 @@ def test_a_number_lies_where_the_layout_says(dtype):
     pages = allocate_pages(5, LAYOUT, dtype)
     pages[3, 1, 2, 3, 1, 7] = 1.5
 
-    page = page_bytes(pages, 3)
+    page = pages_as_bytes(pages)[3]
 
     at = LAYOUT.offset(layer=1, head=2, token=3, plane=1, dim=7)
     assert np.flatnonzero(page).tolist() == [i for i in (at, at + 1) if page[i]]
@@ -27,7 +27,7 @@ def test_bytes_copied_into_a_page_are_its_numbers():
     pages = allocate_pages(3, LAYOUT, "float16")
     source = torch.randn(LAYOUT.shape).to(torch.float16)
 
-    np.copyto(page_bytes(pages, 1), source.numpy().view(np.uint8).reshape(-1))
+    np.copyto(pages_as_bytes(pages)[1], source.numpy().view(np.uint8).reshape(-1))
 
     assert torch.equal(pages[1], source)
     assert not pages[0].any()
