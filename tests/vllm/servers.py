@@ -277,6 +277,46 @@ class VllmServer(_Process):
         return urllib.request.urlopen(request, timeout=ANSWER_DEADLINE_S)
 
 
+@contextmanager
+def slowed_server(
+    name: str,
+    model: Path,
+    directory: Path,
+    sidecar: Sidecar,
+    slow: Slow,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[VllmServer]:
+    """One that loads whatever is found, since so small a model computes sooner than it fetches slowly. Starts the sidecar."""
+    sidecar.start()
+    server = VllmServer(
+        name,
+        model,
+        directory,
+        store=sidecar.socket,
+        connector=SLOW_CONNECTOR,
+        extra={"fetch": "always"},
+        args=args,
+        env=slow.env | dict(env or {}),
+    )
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def answers_alone(model: Path, directory: Path, prompts: Sequence[Sequence[int]], args: Sequence[str]) -> list[Answer]:
+    """Of vLLM without a connector."""
+    alone = VllmServer("alone", model, directory, args=args)
+    try:
+        alone.start()
+        return [alone.complete(prompt) for prompt in prompts]
+    finally:
+        alone.stop()
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

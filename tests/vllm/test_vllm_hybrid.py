@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from make_model import make_hybrid_model
-from servers import BLOCK_TOKENS, SLOW_CONNECTOR, Answer, Sidecar, Slow, VllmServer, assert_same_tokens, eventually
+from servers import (
+    BLOCK_TOKENS,
+    Answer,
+    Sidecar,
+    Slow,
+    VllmServer,
+    answers_alone,
+    assert_same_tokens,
+    eventually,
+    slowed_server,
+)
 
 PROMPTS = [[11 + k + i * i % (7919 - 2 * k) for i in range(700)] for k in range(3)]
 NUM_LOADABLE_TOKENS = (len(PROMPTS[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -22,32 +32,13 @@ def model(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def computed(model: Path, directory: Path) -> list[Answer]:
-    alone = VllmServer("alone", model, directory, args=CHUNKS)
-    try:
-        alone.start()
-        return [alone.complete(prompt) for prompt in PROMPTS]
-    finally:
-        alone.stop()
+    return answers_alone(model, directory, PROMPTS, CHUNKS)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, directory: Path, sidecar: Sidecar, slow: Slow, computed: list[Answer]) -> Iterator[VllmServer]:
-    sidecar.start()
-    server = VllmServer(
-        "hybrid",
-        model,
-        directory,
-        store=sidecar.socket,
-        connector=SLOW_CONNECTOR,
-        extra={"fetch": "always"},
-        args=CHUNKS,
-        env=slow.env,
-    )
-    try:
-        server.start()
+    with slowed_server("hybrid", model, directory, sidecar, slow, args=CHUNKS) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def hits_of_all(server: VllmServer, computed: list[Answer]) -> float:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from make_model import make_random_model
-from servers import BLOCK_TOKENS, SLOW_CONNECTOR, Answer, Sidecar, Slow, VllmServer, assert_same_tokens, eventually
+from servers import BLOCK_TOKENS, Answer, Sidecar, Slow, VllmServer, assert_same_tokens, eventually, slowed_server
 
-ALWAYS = {"fetch": "always"}  # so small a model computes sooner than it fetches slowly
 TWO_RANKS = ["--tensor-parallel-size", "2"]
 PROMPT = [11 + i * i % 7919 for i in range(1000)]
 NUM_LOADABLE_TOKENS = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -22,23 +21,9 @@ def model(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def writer(model: Path, directory: Path, sidecar: Sidecar, slow: Slow) -> Iterator[VllmServer]:
-    sidecar.start()
-    env = slow.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    server = VllmServer(
-        "writer",
-        model,
-        directory,
-        store=sidecar.socket,
-        connector=SLOW_CONNECTOR,
-        extra=ALWAYS,
-        args=TWO_RANKS,
-        env=env,
-    )
-    try:
-        server.start()
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with slowed_server("writer", model, directory, sidecar, slow, args=TWO_RANKS, env=env) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +78,7 @@ def test_another_server_of_two_ranks_answers_from_these_blocks_and_one_of_one_ra
         model,
         directory,
         store=sidecar.socket,
-        extra=ALWAYS,
+        extra={"fetch": "always"},
         args=TWO_RANKS,
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from make_model import make_hybrid_model
-from servers import SLOW_CONNECTOR, Answer, Sidecar, Slow, VllmServer, assert_same_tokens, eventually
+from servers import Answer, Sidecar, Slow, VllmServer, answers_alone, assert_same_tokens, eventually, slowed_server
 
 PROMPTS = [[11 + k + i * i % (7919 - 2 * k) for i in range(700)] for k in range(3)]
 CHUNKS = ["--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "48"]
@@ -20,32 +20,13 @@ def model(cache: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def computed(model: Path, directory: Path) -> list[Answer]:
-    alone = VllmServer("alone", model, directory, args=CHUNKS)
-    try:
-        alone.start()
-        return [alone.complete(prompt) for prompt in PROMPTS]
-    finally:
-        alone.stop()
+    return answers_alone(model, directory, PROMPTS, CHUNKS)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, directory: Path, sidecar: Sidecar, slow: Slow, computed: list[Answer]) -> Iterator[VllmServer]:
-    sidecar.start()
-    server = VllmServer(
-        "windows",
-        model,
-        directory,
-        store=sidecar.socket,
-        connector=SLOW_CONNECTOR,
-        extra={"fetch": "always"},
-        args=CHUNKS,
-        env=slow.env,
-    )
-    try:
-        server.start()
+    with slowed_server("windows", model, directory, sidecar, slow, args=CHUNKS) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def loaded_answers(server: VllmServer) -> list[Answer]:
