@@ -1,15 +1,20 @@
 """Models of several layer groups on a real sidecar: one hit for all groups, and no more stored or loaded than it needs."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from group_engine import BLOCK, open_engine, spec
+from group_engine import BLOCK, GroupEngine, Request, open_engine, spec
 from sidecar_process import SidecarProcess, running_sidecar, tool
 
+from kvstore.client import Client
 from kvstore.core.errors import ConfigError
+from kvstore.core.keys import KVSpec
 from kvstore.engine_connector.layer_groups import LayerGroup
-from kvstore.engine_connector.protocol import FetchPolicy, HandOver
+from kvstore.engine_connector.protocol import FetchPolicy, HandOver, WorkerOutput
 from kvstore.engine_connector.scheduler_side import StoreSchedulerSide
 
 MODELS = {
@@ -133,53 +138,53 @@ def test_the_full_groups_plan_decides_and_tokens_are_counted_once(tmp_path: Path
     assert dict(stats.usage.hit_tokens) == {"pinned": 16 * BLOCK}
 
 
+class Failed(NamedTuple):
+    """A load of the 16 blocks that another engine had found: one went before it began."""
+
+    engine: GroupEngine
+    request: Request
+    tables: list[list[int]]
+    told: WorkerOutput
+    look: Client
+
+
+@contextlib.contextmanager
+def failed_load(sidecar: SidecarProcess, specs: list[KVSpec], *, group: int, block: int) -> Iterator[Failed]:
+    with (
+        open_engine(sidecar.socket, specs) as writer,
+        open_engine(sidecar.socket, specs) as engine,
+        tool(sidecar) as look,
+    ):
+        written = writer.request("r", list(range(16 * BLOCK + 1)))
+        writer.serve(written)
+        request = engine.request("again", written.token_ids)
+        assert engine.match(request) == 16
+        look.drop(specs[group].namespace(), [request.hashes[block]])
+        tables = engine.tables(request, 16)
+        yield Failed(engine, request, tables, engine.load(request, 16, tables), look)
+
+
 def test_a_block_that_went_fails_the_whole_load(sidecar: SidecarProcess) -> None:
     """A shorter hit would need other blocks of the window, so all pages are the engine's to compute."""
     specs = [spec("full", weights="lost"), spec("window:40", weights="lost")]
-    with (
-        open_engine(sidecar.socket, specs) as engine,
-        open_engine(sidecar.socket, specs) as other,
-        tool(sidecar) as look,
-    ):
-        request = engine.request("r", list(range(16 * BLOCK + 1)))
-        engine.serve(request)
-        again = other.request("again", request.token_ids)
-        assert other.match(again) == 16
-        look.drop(specs[1].namespace(), [request.hashes[14]])
-        tables = other.tables(again, 16)
-
-        told = other.load(again, 16, tables)
-
+    with failed_load(sidecar, specs, group=1, block=14) as (engine, request, tables, told, look):
         assert told.failed_block_ids == {page for table in tables for page in table if page >= 0}
-        assert other.match(again) == 0, "a request whose load failed is not offered another one"
+        assert engine.match(request) == 0, "a request whose load failed is not offered another one"
         for table in tables:
-            other.give_back(table, range(len(table)))
-        tables = [[], []]
-        other.compute(again, 0, tables, chunk_blocks=4)
-        other.finish(again, tables)
+            engine.give_back(table, range(len(table)))
+        anew: list[list[int]] = [[], []]
+        engine.compute(request, 0, anew, chunk_blocks=4)
+        engine.finish(request, anew)
         assert look.stats().num_leases == 0
-        assert other.serve(other.request("third", request.token_ids)) == 16
+        assert engine.serve(engine.request("third", request.token_ids)) == 16
 
 
 def test_a_load_of_one_window_is_whole_or_nothing(sidecar: SidecarProcess) -> None:
     specs = [spec("window:40", weights="one window lost")]
-    with (
-        open_engine(sidecar.socket, specs) as engine,
-        open_engine(sidecar.socket, specs) as other,
-        tool(sidecar) as look,
-    ):
-        request = engine.request("r", list(range(16 * BLOCK + 1)))
-        engine.serve(request)
-        again = other.request("again", request.token_ids)
-        assert other.match(again) == 16
-        look.drop(specs[0].namespace(), [request.hashes[15]])
-        tables = other.tables(again, 16)
-
-        told = other.load(again, 16, tables)
-
+    with failed_load(sidecar, specs, group=0, block=15) as (engine, request, tables, told, look):
         assert told.failed_block_ids == {page for page in tables[0] if page >= 0}
         assert look.stats().num_leases == 0
-        other.finish(again, tables)
+        engine.finish(request, tables)
 
 
 def test_windows_are_pinned_with_the_rest(tmp_path: Path) -> None:

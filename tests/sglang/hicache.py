@@ -37,17 +37,7 @@ def host_pool(layout, *, heads=HEADS, pages=200, layers=LAYERS):
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return MHATokenToKVPoolHost(
-        info,
-        host_to_device_ratio=1.0,
-        host_size=0,
-        page_size=PAGE,
-        layout=layout,
-        pin_memory=False,
-        device_capacity_tokens=pages * PAGE,
-        start_layer=0,
-        end_layer=layers,
-    )
+    return MHATokenToKVPoolHost(info, **_sizes(layout, pages, layers))
 
 
 def mla_pool(layout, *, pages=8, layers=LAYERS):
@@ -66,18 +56,21 @@ def mla_pool(layout, *, pages=8, layers=LAYERS):
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return MLATokenToKVPoolHost(
-        info,
-        host_to_device_ratio=1.0,
-        host_size=0,
-        page_size=PAGE,
-        layout=layout,
-        pin_memory=False,
-        device_capacity_tokens=pages * PAGE,
-        start_layer=0,
-        end_layer=layers,
-        target_layer_num=layers,
-    )
+    return MLATokenToKVPoolHost(info, target_layer_num=layers, **_sizes(layout, pages, layers))
+
+
+def _sizes(layout, pages, layers):
+    """What host pools of both kinds are told alike."""
+    return {
+        "host_to_device_ratio": 1.0,
+        "host_size": 0,
+        "page_size": PAGE,
+        "layout": layout,
+        "pin_memory": False,
+        "device_capacity_tokens": pages * PAGE,
+        "start_layer": 0,
+        "end_layer": layers,
+    }
 
 
 def page_of(pool, page_hash, rank=0):

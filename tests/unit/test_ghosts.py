@@ -1,38 +1,16 @@
 """What is remembered of evicted blocks."""
 
-import numpy as np
-from small_store import spec
+from still_tier import StillTier, index_of_single_blocks
 
 from kvstore.core.limits import MAX_GHOSTS
 from kvstore.eviction.ghosts import HISTORY, Ghosts
-from kvstore.index import NO_PARENT, BlockIndex, Rows
-from kvstore.replay.cache import block_key
-
-
-class Tier:
-    """TierRows of a tier of so many blocks."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-
-    def is_evictable(self, row: int) -> bool:
-        return True
-
-    def num_placed(self) -> int:
-        return self.num_blocks
-
-    def bytes_by_tenant(self) -> dict[str, int]:
-        return {"": self.num_blocks}
+from kvstore.index import Rows
 
 
 class Remembering:
     def __init__(self, num_blocks: int, num_rows: int) -> None:
-        self.index = BlockIndex()
-        entry = self.index.open_namespace(b"n" * 16, spec(), "", 1)
-        self.rows = self.index.new_rows(num_rows)
-        keys = [block_key(number) for number in range(num_rows)]
-        self.index.add(entry, keys, np.full(num_rows, NO_PARENT), self.rows)
-        self.ghosts = Ghosts(self.index, Tier(num_blocks))
+        self.index, self.rows = index_of_single_blocks(num_rows)
+        self.ghosts = Ghosts(self.index, StillTier(num_blocks))
 
     def forget_use(self) -> None:
         self.index.last_use[:] = 0

@@ -4,39 +4,17 @@ import random
 
 import numpy as np
 import pytest
-from small_store import spec
+from still_tier import StillTier, index_of_single_blocks
 
 from kvstore.eviction.reuse_rate import CLASS_OF_USES, NUM_CLASSES, ReuseRates
-from kvstore.index import NO_PARENT, BlockIndex
-from kvstore.replay.cache import block_key
-
-
-class Tier:
-    """TierRows of a tier of so many blocks."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-
-    def is_evictable(self, row: int) -> bool:
-        return True
-
-    def num_placed(self) -> int:
-        return self.num_blocks
-
-    def bytes_by_tenant(self) -> dict[str, int]:
-        return {"": self.num_blocks}
 
 
 class Used:
     """An index of single blocks, and what is learnt from their uses."""
 
     def __init__(self, num_rows: int, *, num_blocks: int = 1000) -> None:
-        self.index = BlockIndex()
-        entry = self.index.open_namespace(b"n" * 16, spec(), "", 1)
-        self.rows = self.index.new_rows(num_rows)
-        keys = [block_key(number) for number in range(num_rows)]
-        self.index.add(entry, keys, np.full(num_rows, NO_PARENT), self.rows)
-        self.rates = ReuseRates(self.index, Tier(num_blocks))
+        self.index, self.rows = index_of_single_blocks(num_rows)
+        self.rates = ReuseRates(self.index, StillTier(num_blocks))
 
     def use(self, *rows: int) -> None:
         self.rates.used(self.index.use(np.array(rows)))
