@@ -209,6 +209,8 @@ def _single(result: "Result", costs: "ReplayCosts") -> Report:
         Figure("ram_hits", "hit in RAM", result.ram_hits, as_count),
         Figure("nvme_hits", "hit on NVMe", result.nvme_hits, as_count),
         Figure("hit_tokens", "tokens hit", result.hit_tokens, as_count),
+        Figure("ram_hit_tokens", "tokens hit in RAM", result.ram_hit_tokens, as_count),
+        Figure("nvme_hit_tokens", "tokens hit on NVMe", result.nvme_hit_tokens, as_count),
         Figure("evicted_blocks", "evicted from RAM", result.evicted, as_count),
         Figure("nvme_written_blocks", "written to NVMe", result.nvme_written, as_count),
         Figure("saved_part", "prefill work saved", result.saved_part, as_percent),

@@ -44,7 +44,8 @@ class Result:
     tokens: int = 0
     ram_hits: int = 0
     nvme_hits: int = 0
-    hit_tokens: int = 0
+    ram_hit_tokens: int = 0
+    nvme_hit_tokens: int = 0
     evicted: int = 0
     nvme_written: int = 0
     saved_gpu_s: float = 0.0
@@ -55,6 +56,11 @@ class Result:
     def hits(self) -> int:
         """In all tiers."""
         return self.ram_hits + self.nvme_hits
+
+    @property
+    def hit_tokens(self) -> int:
+        """In all tiers."""
+        return self.ram_hit_tokens + self.nvme_hit_tokens
 
     @property
     def block_hit(self) -> float:
@@ -99,7 +105,8 @@ def replay(
         result.tokens += request.num_tokens
         result.ram_hits += found.ram
         result.nvme_hits += found.nvme
-        result.hit_tokens += hit_tokens
+        result.ram_hit_tokens += ram_tokens
+        result.nvme_hit_tokens += hit_tokens - ram_tokens
         result.saved_gpu_s += costs.saved_s(request.num_tokens, hit_tokens)
         result.all_gpu_s += costs.prefill.work_s(request.num_tokens)
         result.ttfts_s.append(costs.ttft_s(request.num_tokens, ram_tokens, hit_tokens - ram_tokens))

@@ -87,6 +87,10 @@ def test_a_drive_below_adds_hits_and_counts_writes(write_policy: str) -> None:
     assert both["nvme_hits"] > 0 or write_policy == "write_through_selective"
     assert both["hits"] >= alone["hits"]
     assert both["hits"] == both["ram_hits"] + both["nvme_hits"]
+    assert both["hit_tokens"] == both["ram_hit_tokens"] + both["nvme_hit_tokens"]
+    for tier in ("ram", "nvme"):
+        assert 511 * both[f"{tier}_hits"] < both[f"{tier}_hit_tokens"] + 512 * 200, "a prompt's last block may be short"
+        assert both[f"{tier}_hit_tokens"] <= 512 * both[f"{tier}_hits"]
     assert 0 < both["nvme_written_blocks"] <= both["blocks"]
     if write_policy == "write_through":
         assert both["hits"] == run_json(*args[:-4], "--capacity", "20000", "--limit", "200")["hits"]
