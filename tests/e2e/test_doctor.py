@@ -69,6 +69,7 @@ def test_a_sound_environment(tmp_path: Path) -> None:
     for check in ("python", "packages", "memory", "socket", "sidecar", "arena", "hashes", f"drive {tmp_path}"):
         assert [each["level"] for each in found[check]] == ["ok"], found[check]
     assert found["arena"][0]["found"].startswith("0.02 GiB, 0 blocks")
+    assert {"open files", "locked memory", "huge pages", "clock", "gpu", "rdma"} <= found.keys()
     assert all(each["right"] for findings in found.values() for each in findings if each["level"] != "ok")
 
 

@@ -13,12 +13,13 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
 from block_client import keys_of, put
-from cluster_nodes import cluster_in, free_ports
+from cluster_nodes import SECRET, cluster_in, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from sidecar_process import (
     BLOCK_NBYTES,
@@ -304,6 +305,22 @@ def test_a_bug_of_ours_costs_the_one_who_met_it_a_connection_and_a_hanging_loop_
         assert isinstance(error, urllib.error.HTTPError)
         assert error.code == 503
         error.close()
+
+
+@pytest.mark.parametrize("path", ["", "metrics", "healthz", "readyz", "api/now", "api/history", "api/plans"])
+def test_no_page_tells_the_secret_or_takes_anything(left_alone: Watched, path: str) -> None:
+    """Of a node that has one, and the file with it."""
+    text = left_alone.page(path)
+    url = f"http://127.0.0.1:{left_alone.port}/{path}"
+
+    assert text
+    assert SECRET.decode() not in text
+    assert SECRET.hex() not in text
+    for method in ("POST", "PUT", "PATCH", "DELETE"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, b"{}", method=method), timeout=15)
+        with refused.value:
+            assert refused.value.code == HTTPStatus.NOT_IMPLEMENTED
 
 
 def test_the_directory_is_lost(left_alone: Watched) -> None:
