@@ -12,8 +12,11 @@ import pytest
 import torch
 from device_pages_cases import CHECKS, AllMemory, new_blocks
 from pack_cases import LAYERS, Case, Shape, tensor_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvstore.engine_connector.protocol import BatchedPages
+from kvstore.kernels import streams
 from kvstore.kernels.block_part import BlockPart
 from kvstore.kernels.host_pages import host_pages
 from kvstore.kernels.pinned import CudaHostMemory, PinnedMemory
@@ -189,6 +192,63 @@ def test_a_slot_of_the_ring_is_never_filled_while_it_is_emptied(monkeypatch, dir
 
     assert len(order.touched) == 2 * 3 * 2  # calls, groups, a kernel and copies
     assert order.races == []
+
+
+class NewTensors(TorchDispatchMode):
+    """Names of operations whose result lies in none of their arguments' memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_by: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        for each in tree_leaves(result):
+            if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in known:
+                self.made_by.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
+@pytest.mark.parametrize("way", ["runs", "staged", "direct"])
+def test_a_way_allocates_nothing_after_its_construction(monkeypatch, way, direction):
+    """Kernels allocate nothing by themselves."""
+    from kvstore.kernels import device_moves
+    from kvstore.kernels.host_pages import layer_runs
+
+    moved = []
+
+    class NoPacker:
+        def __init__(self, *_) -> None:
+            pass
+
+        def pack(self, moves, layers) -> None:
+            moved.append(len(moves))
+
+        unpack = pack
+
+    monkeypatch.setattr(device_moves, "Packer", NoPacker)
+    place = "packed" if way == "runs" else "separate NHD"
+    pages = Case(place, Shape(2, 4, 16), "float16", "").pages(seed=1)
+    part, compute = BlockPart.of(pages), streams.new_stream(pages.first.device)
+    monkeypatch.setattr(device_moves, "RING_SLOT_BYTES", 2 * part.layout.nbytes)
+    mover = {
+        "runs": lambda: device_moves.Runs(layer_runs(pages, part), part, compute),
+        "staged": lambda: device_moves.Staged(pages, part, compute),
+        "direct": lambda: device_moves.Direct(pages, part, compute),
+    }[way]()
+    blocks = new_blocks(part.layout.nbytes, 5)
+
+    with NewTensors() as new:
+        torch.ones(1)
+        made_before = len(new.made_by)
+        for layers in (range(LAYERS), range(1, LAYERS)):
+            getattr(mover, direction)(device_moves.Batch(range(5), blocks, layers))
+
+    assert made_before == 1
+    assert new.made_by[made_before:] == []
+    assert moved == {"runs": [], "staged": [2, 2, 1] * 2, "direct": [5] * 2}[way]
 
 
 # --- page-locked memory ----------------------------------------------------------------------------------------------------
