@@ -169,6 +169,15 @@ def _opaque_pages(layers: list[torch.Tensor], facts: GroupFacts, rank: Rank) -> 
 def _device_pages(layers: list[torch.Tensor], facts: GroupFacts, rank: Rank) -> Pages:
     """Ranks beyond the number of KV heads have one that another rank has too, which writes it."""
     page_map = PageMap.of_layers(layers, "BHTC" if facts.planes == 2 else "BHTD")
+    found = (page_map.num_heads, page_map.block_tokens, page_map.head_dim)
+    wanted = (max(1, facts.num_kv_heads // rank.num_ranks), facts.block_tokens, facts.head_size)
+    if found != wanted:
+        raise ConfigError(
+            f"kv_caches: a page has {found} heads, tokens and numbers in the tensors and {wanted} in kv_cache_config; where "
+            f"vLLM's kernels want smaller blocks, use --block-size {page_map.block_tokens}",
+            field="kv_caches",
+            value=str(found),
+        )
     ranks_a_head = max(1, rank.num_ranks // facts.num_kv_heads)
     first_head = rank.number // ranks_a_head * page_map.num_heads
     part = BlockPart.of(

@@ -501,6 +501,24 @@ def test_blocks_of_a_gpu_are_the_same_for_any_layout_and_any_number_of_ranks(
             assert not caches[name][0].any()
 
 
+@pytest.mark.parametrize("shape", [(8, 2, 16, 16), (4, 1, 32, 16), (4, 2, 32, 32)])
+def test_pages_of_a_gpu_that_are_no_whole_blocks_are_refused(modules, tmp_path, monkeypatch, shape):
+    """vLLM cuts a block where its kernels want smaller ones; block 1 is pages 2 and 3 then, and page 1 is another block's."""
+    engine = modules["vllm_engine"]
+    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(engine.DevicePages, "open", host_pages)
+    spec = FullAttentionSpec(block_size=32, head_size=8, num_kv_heads=2, page_size_bytes=0)
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])]
+
+    with pytest.raises(ConfigError, match=f"kv_caches: .* use --block-size {shape[2]}"):
+        engine.open_pages(
+            {"layer": torch.zeros(shape)},
+            gpu_config(tmp_path, 1, 2),
+            SimpleNamespace(kv_cache_groups=groups),
+            engine.Rank(0, 1),
+        )
+
+
 def test_a_gpu_with_other_numbers_in_its_cache_than_the_models_is_refused(modules, tmp_path, monkeypatch):
     engine = modules["vllm_engine"]
     monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
