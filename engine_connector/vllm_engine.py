@@ -83,8 +83,15 @@ def fails_whole(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def engine_specs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, instance: bytes) -> list[KVSpec]:
-    """One for each layer group, in vLLM's order."""
+    """One for each layer group, in vLLM's order. Raises ConfigError where what decides a block's numbers cannot be known."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):  # not every version of vLLM has it
+        raise ConfigError(
+            "calculate_kv_scales: True is not served by kvstore, since an engine takes the scales of its blocks from its first "
+            "request, and no other one has them; it needs False",
+            field="calculate_kv_scales",
+            value="True",
+        )
     algorithm = cache.prefix_caching_hash_algo
     files = local_model_files(model.model, revision=model.revision, cache_dir=vllm_config.load_config.download_dir)
     config = model.hf_config.to_dict()

@@ -519,6 +519,18 @@ def test_pages_of_a_gpu_that_are_no_whole_blocks_are_refused(modules, tmp_path, 
         )
 
 
+def test_scales_that_an_engine_draws_from_its_first_request_are_refused(modules, tmp_path):
+    """Its fp8 numbers mean something else in every other engine, and after its own restart."""
+    config = gpu_config(tmp_path, 1, 2)
+    config.cache_config.calculate_kv_scales = True
+    spec = FullAttentionSpec(block_size=32, head_size=8, num_kv_heads=2, page_size_bytes=4096)
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])]
+    kv_cache_config = SimpleNamespace(kv_cache_groups=groups, kv_cache_layout="LBNHC")
+
+    with pytest.raises(ConfigError, match="calculate_kv_scales: True is not served"):
+        modules["vllm_engine"].engine_specs(config, kv_cache_config, b"instance")
+
+
 def test_a_gpu_with_other_numbers_in_its_cache_than_the_models_is_refused(modules, tmp_path, monkeypatch):
     engine = modules["vllm_engine"]
     monkeypatch.setattr(engine, "current_platform", SimpleNamespace(device_type="cuda"))
