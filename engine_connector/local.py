@@ -44,4 +44,5 @@ def open_connector(
         tracer=tracer,
         uses_slab=True,
     )
-    return Connector(scheduler, StoreWorkerSide(session))
+    sizes = [each.block_nbytes for each in (spec, *others)]
+    return Connector(scheduler, StoreWorkerSide(session, block_nbytes=sizes))

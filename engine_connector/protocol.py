@@ -491,7 +491,7 @@ class WorkerSide(Protocol):
 
     def register_pages(self, pages: Pages, *others: Pages) -> None:
         """Called once, before the first step. The pages stay valid and in place until close(). `others`: of further layer
-        groups."""
+        groups. May raise ConfigError for pages that are no blocks of the specs."""
         ...
 
     def handle_preemptions(self, meta: ConnectorMetadata) -> None:

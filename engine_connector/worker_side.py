@@ -45,6 +45,7 @@ from kvstore.client import ClientArena
 from kvstore.client_arena import Arrival
 from kvstore.client_slab import HOST, ClientSlab
 from kvstore.core.clock import Clock, MonotonicClock
+from kvstore.core.errors import ConfigError
 from kvstore.core.limits import ARRIVAL_POLL_S
 from kvstore.engine_connector.block_copies import (
     arrival_in,
@@ -116,10 +117,12 @@ class _Save(NamedTuple):
 
 
 class StoreWorkerSide:
-    """Implements protocol.WorkerSide. Reads the arena of `session`, which the scheduler side (or whoever made it) closes."""
+    """Implements protocol.WorkerSide. Reads the arena of `session`, which the scheduler side (or whoever made it) closes.
+    `block_nbytes`: of the spec of each layer group; () where whoever registers pages has compared them."""
 
-    def __init__(self, session: StoreSession, *, clock: Clock | None = None) -> None:
+    def __init__(self, session: StoreSession, *, block_nbytes: Sequence[int] = (), clock: Clock | None = None) -> None:
         self._session = session
+        self._block_nbytes = tuple(block_nbytes)
         self._clock = clock or MonotonicClock()
         self._pages: tuple[Pages, ...] = ()  # of each layer group; none before register_pages and after close
         self._reports: queue.SimpleQueue[_Loaded | _Saved] = queue.SimpleQueue()
@@ -136,7 +139,15 @@ class StoreWorkerSide:
         self._save_thread = threading.Thread(target=self._run_saves, name="kvstore-save", daemon=True)
 
     def register_pages(self, pages: Pages, *others: Pages) -> None:
-        """See protocol.WorkerSide."""
+        """See protocol.WorkerSide. Raises ConfigError for pages of other sizes than the specs' blocks: a copy would reach into
+        the slot behind its own."""
+        found = tuple(each.page_nbytes for each in (pages, *others))
+        if self._block_nbytes and found != self._block_nbytes:
+            raise ConfigError(
+                f"page_nbytes: pages have {found} bytes, the specs' blocks {self._block_nbytes}; one for each spec, and the same",
+                field="page_nbytes",
+                value=str(found),
+            )
         self._pages = (pages, *others)
         self._load_thread.start()
         self._save_thread.start()

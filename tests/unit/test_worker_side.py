@@ -5,14 +5,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 from in_process_sidecar import SEGMENT_BYTES, InProcessClient, InProcessSidecar
 
 from kvstore.core.clock import ManualClock
+from kvstore.core.errors import ConfigError
 from kvstore.core.keys import KVSpec
 from kvstore.engine_connector import worker_side
+from kvstore.engine_connector.local import open_connector
 from kvstore.engine_connector.protocol import BlockMove, ConnectorMetadata, LoadJob, SaveJob, WorkerOutput
 from kvstore.engine_connector.session import StoreSession
 from kvstore.engine_connector.worker_side import StoreWorkerSide
@@ -665,3 +668,15 @@ def test_close_finishes_what_is_queued_and_may_be_repeated(worker: Worker, pages
 def test_a_side_that_never_got_pages_closes() -> None:
     session = StoreSession(InProcessClient(InProcessSidecar(), SPEC))
     StoreWorkerSide(session).close()
+
+
+@pytest.mark.parametrize("sizes", [(NBYTES + 4096,), (NBYTES // 2,), (NBYTES, NBYTES)])
+def test_pages_of_another_size_than_the_specs_blocks_are_refused(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """A larger one would be copied over the next slot's block, somebody else's."""
+    connector = open_connector(SPEC, socket_path=str(tmp_path / "absent"))
+
+    with pytest.raises(ConfigError, match="page_nbytes: pages have"):
+        connector.worker.register_pages(*(Pages(page_nbytes=nbytes) for nbytes in sizes))
+
+    connector.worker.close()
+    connector.scheduler.close()
