@@ -55,6 +55,7 @@ def measure(workload: str, requests: Requests, capacity: int, policies: Sequence
     for name in policies:
         cache = ReplayCache(capacity, make_policy(name))
         hits[name] = sum(cache.request(blocks) for blocks in requests) / num_blocks
+        cache.check()  # no block without all before it
     return Cell(workload, capacity, hits, most_hits(requests, capacity) / num_blocks)
 
 

@@ -123,10 +123,6 @@ class Presence:
         fresh = [key for key in added if not any(key in other for other in others)]
         self._tell_stored(namespace, pool, fresh)
 
-    def is_held(self, namespace: bytes, key: bytes) -> bool:
-        """Whether any engine has the block."""
-        return any(key in pool.parents for pool in self._pools.get(namespace, {}).values())
-
     def is_everywhere(self, namespace: bytes, key: bytes) -> bool:
         """Whether every engine that may read the namespace has the block: none of them is going to ask for it soon."""
         pools, readers = self._pools.get(namespace, {}), self._readers.get(namespace)

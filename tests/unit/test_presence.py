@@ -72,7 +72,7 @@ def test_others_hear_of_a_block_when_the_first_engine_has_it_and_when_the_last_o
         BlockRemoved(SPACE, "hbm", tuple(keys("c")), 100, RemovalReason.EVICTED),
     ]
     assert node.presence.instances_with(SPACE, key("a")) == [BERT.instance]
-    assert not node.presence.is_held(SPACE, key("c"))
+    assert node.presence.instances_with(SPACE, key("c")) == []
 
 
 def test_blocks_that_do_not_follow_each_other_are_told_as_runs_of_their_own() -> None:
