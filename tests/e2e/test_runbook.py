@@ -1,7 +1,7 @@
 """Symptoms of deploy/RUNBOOK.md, made on a real sidecar: the metrics that it names show what it says.
 
-A bug is planted (buggy_sidecar.py), as none is known. Drives that are full, gone, or change bits are made in
-test_nvme_damage.py; loads that are late, and what cannot be made cheaply, in tests/unit/test_usage.py and test_health.py.
+A bug is planted (buggy_sidecar.py), as none is known, and a kernel without memory (poor_sidecar.py). That a load was late is what
+its engine says. Drives that are full, gone, or change bits are made in test_nvme_damage.py.
 """
 
 import json
@@ -272,11 +272,12 @@ def test_one_tenant_has_it_all(in_ram: Watched) -> None:
         assert in_ram.value("tenant_held_bytes", tenant="big", tier="pinned") == RAM_BLOCKS * BLOCK_NBYTES
 
 
-def buggy(folder: Path) -> Iterator[Watched]:
+def planted(folder: Path, program: str) -> Iterator[Watched]:
+    """A program of this folder in place of `kvstore`."""
     (port,) = free_ports(1)
     sidecar = SidecarProcess(folder / "kvstore.sock", "--no-grpc", "--metrics-port", str(port), arena="2MiB")
-    program = sidecar._command.index("-m")
-    sidecar._command[program : program + 2] = [str(Path(__file__).parent / "buggy_sidecar.py")]
+    at = sidecar._command.index("-m")
+    sidecar._command[at : at + 2] = [str(Path(__file__).parent / program)]
     try:
         with connected(sidecar.start()) as engine:
             yield Watched(sidecar, port, engine)
@@ -285,7 +286,7 @@ def buggy(folder: Path) -> Iterator[Watched]:
 
 
 def test_a_bug_of_ours_costs_the_one_who_met_it_a_connection_and_a_hanging_loop_is_named(tmp_path: Path) -> None:
-    for node in buggy(tmp_path):
+    for node in planted(tmp_path, "buggy_sidecar.py"):
         with connected(node.sidecar) as other:
             with pytest.raises(KVStoreError, match="the sidecar has a bug"):
                 other.drop(SPEC.namespace(), keys_of(1, 1))
@@ -305,6 +306,17 @@ def test_a_bug_of_ours_costs_the_one_who_met_it_a_connection_and_a_hanging_loop_
         assert isinstance(error, urllib.error.HTTPError)
         assert error.code == 503
         error.close()
+
+
+def test_the_arena_is_smaller_than_it_was_set(tmp_path: Path) -> None:
+    for node in planted(tmp_path, "poor_sidecar.py"):
+        wait_until(lambda node=node: node.problems() == {"arena_small"}, "it is named", SETTLED_S)
+
+        assert node.value("problem", problem="arena_small") == 1
+        assert node.value("tier_capacity_bytes", tier="pinned") == 1 << 20
+        assert "arena stays smaller" in node.sidecar.log
+        node.put(1)  # it serves from what there is
+        assert node.engine.match(SPEC.namespace(), keys_of(1, BLOCKS)).num_blocks == BLOCKS
 
 
 @pytest.mark.parametrize("path", ["", "metrics", "healthz", "readyz", "api/now", "api/history", "api/plans"])
